@@ -1,0 +1,60 @@
+"""Declarative, reversible, proved patches for loaded Hugging Face models.
+
+    fix = hfpatch.apply(model)      # in place; says what it did
+    print(fix.verify(batch))        # this model, this batch, against float32
+    fix.revert()
+
+Importing this module imports neither torch nor transformers; each name below does when it needs them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfpatch import errors as errors
+    from hfpatch.model.embed import embed_tokens as embed_tokens
+    from hfpatch.model.inspect import ModelInfo as ModelInfo
+    from hfpatch.model.inspect import inspect as inspect
+    from hfpatch.patching.apply import Applied as Applied
+    from hfpatch.patching.apply import Status as Status
+    from hfpatch.patching.apply import apply as apply
+    from hfpatch.patching.apply import revert as revert
+    from hfpatch.patching.apply import status as status
+    from hfpatch.patching.catalogue import explain as explain
+    from hfpatch.patching.catalogue import list_patches as list_patches
+    from hfpatch.patching.plan import Plan as Plan
+    from hfpatch.patching.plan import plan as plan
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "errors": "hfpatch.errors",
+    "embed_tokens": "hfpatch.model.embed",
+    "ModelInfo": "hfpatch.model.inspect",
+    "inspect": "hfpatch.model.inspect",
+    "Applied": "hfpatch.patching.apply",
+    "Status": "hfpatch.patching.apply",
+    "apply": "hfpatch.patching.apply",
+    "revert": "hfpatch.patching.apply",
+    "status": "hfpatch.patching.apply",
+    "explain": "hfpatch.patching.catalogue",
+    "list_patches": "hfpatch.patching.catalogue",
+    "Plan": "hfpatch.patching.plan",
+    "plan": "hfpatch.patching.plan",
+}
+
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(_HOMES[name])
+    return module if name == "errors" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,64 @@
+"""Everything hfpatch raises.
+
+    HfpatchError
+    ├── InputError              what the caller named cannot be used; nothing was changed
+    │   ├── NotAModelError      the object holds no torch module
+    │   ├── ModelNotFoundError  no model under that name, directory or config
+    │   ├── UnknownPatchError   no patch of that name
+    │   └── NoEmbeddingError    no token embedding, or more than one to choose from
+    ├── PatchFileError          a patch file cannot be loaded (file and line)
+    ├── RefusedError            a patch that was asked for by name does not go with this model
+    ├── ConflictError           two patches want different things of the same place
+    ├── ApplyError              an edit failed; those before it were undone
+    └── RevertError             something stands in the way of an undo
+
+Each message says what was asked, what was found and where, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class HfpatchError(Exception):
+    """Root of what hfpatch raises."""
+
+
+class InputError(HfpatchError, ValueError):
+    """What the caller named cannot be used; nothing was changed."""
+
+
+class NotAModelError(InputError, TypeError):
+    """The object passed holds no torch module."""
+
+
+class ModelNotFoundError(InputError):
+    """No model under that name, directory or config file."""
+
+
+class UnknownPatchError(InputError, KeyError):
+    """No patch of that name."""
+
+    __str__ = Exception.__str__  # KeyError would print the repr of the sentence
+
+
+class NoEmbeddingError(InputError, LookupError):
+    """No token embedding to call, or several and none named."""
+
+
+class PatchFileError(HfpatchError):
+    """A patch file cannot be loaded; the sentence names file and line."""
+
+
+class RefusedError(HfpatchError):
+    """A patch that was asked for by name does not go with this model."""
+
+
+class ConflictError(HfpatchError):
+    """Two patches want different things of the same place."""
+
+
+class ApplyError(HfpatchError):
+    """An edit failed; those before it were undone."""
+
+
+class RevertError(HfpatchError):
+    """Something stands in the way of an undo."""

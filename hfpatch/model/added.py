@@ -1,0 +1,152 @@
+"""Modules that transformers' own code did not make."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfpatch.errors import InputError
+from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, stock_class
+
+Shape = frozenset[tuple[str, str]]
+"""(path with list indices made N, class name) of each module: a model's structure, whatever its depth."""
+
+
+def added_modules(survey: Survey) -> dict[str, nn.Module]:
+    """Every added module by path: outside all submodels, in a user's subclass, or put into a stock model.
+
+    Found by building the nearest transformers class from the config on meta and comparing; plus what the
+    caller named. Adapters and wrappers of tool packages (peft, accelerate) are not added modules.
+
+    Raises:
+        InputError: A name in `added_modules=` matches no module.
+    """
+    inside: dict[str, Submodel] = {}
+    added: dict[str, nn.Module] = {}
+    for submodel in survey.outermost_built:
+        for path, module in _differing(survey, submodel):
+            added[path] = module
+        inside[submodel.path] = submodel
+    for path, module in survey.modules.items():
+        if path and not any(path == p or path.startswith(f"{p}." if p else "") for p in inside) and _counts(module):
+            added[path] = module
+    for path in _named(survey):
+        added.update(survey.below(path))
+    return added
+
+
+def _named(survey: Survey) -> Iterable[str]:
+    wanted: Any = survey.named_by_caller
+    for item in [] if wanted is None else [wanted] if isinstance(wanted, (str, nn.Module)) else wanted:
+        if isinstance(item, nn.Module):
+            if id(item) not in survey.paths:
+                raise InputError(f"added_modules: a {type(item).__name__} that is not part of this model")
+            yield survey.path(item)
+        else:
+            hits = [p for p in survey.modules if p and fnmatch.fnmatchcase(p, str(item))]
+            if not hits:
+                raise InputError(f"added_modules: no module path matches {item!r}")
+            yield from hits
+
+
+def _counts(module: nn.Module) -> bool:
+    """Whether a module outside all submodels is the user's: not a wrapper of a tool package."""
+    home = type(module).__module__
+    is_layer = home.startswith("torch.nn.modules.") and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    return is_layer or not f"{home}.".startswith((*TOOL_PACKAGES, "transformers."))
+
+
+def _differing(survey: Survey, submodel: Submodel) -> Iterable[tuple[str, nn.Module]]:
+    cls = stock_class(submodel.model)
+    if cls is None:
+        return
+    live = _live(survey, submodel)
+    if {key for key, _, _ in live} <= reference(cls, submodel.model.config, shallow=True):
+        return
+    full = reference(cls, submodel.model.config, shallow=False)
+    for key, path, module in live:
+        if key not in full:
+            yield path, module
+
+
+def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str, nn.Module]]:
+    """The submodel's modules as a reference build would name them, without adapters and what they hold."""
+    out: list[tuple[tuple[str, str], str, nn.Module]] = []
+    skip: list[str] = []
+    for path, module in survey.below(submodel.path):
+        if skip and path.startswith(skip[-1]):
+            continue
+        if type(module).__module__.startswith(TOOL_PACKAGES[:4]) and not type(module).__module__.startswith("torch."):
+            skip.append(f"{path}.")
+            continue
+        relative = path[len(submodel.path) :].lstrip(".")
+        if "_orig_mod" in relative:
+            relative = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", relative).lstrip(".")
+        out.append(((_generic(relative), _class_name(module)), path, module))
+    return out
+
+
+def _class_name(module: nn.Module) -> str:
+    # The submodel's own class may be a user's subclass; linear layers may be quantised ones.
+    if isinstance(module, PreTrainedModel):
+        return "PreTrainedModel"
+    return "Linear" if isinstance(module, nn.Linear) else type(module).__name__.removeprefix("FSDP")
+
+
+def _generic(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1N", path)
+
+
+def reference(cls: type[PreTrainedModel], config: PreTrainedConfig, *, shallow: bool) -> Shape:
+    """Structure of a class built from a config on meta; `shallow` cuts the number of layers first.
+
+    Memory and time: no weights; 20-200 ms for a deep model in full, a few ms shallow. Cached.
+    """
+    return _built(cls, config.to_json_string(use_diff=False), _Config(config), shallow)
+
+
+class _Config:
+    """Carries a config past a cache keyed by its JSON."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(maxsize=64)
+def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape:
+    config = copy.deepcopy(carried.config)
+    if shallow:
+        for part in (config, *(getattr(config, k, None) for k in config.sub_configs)):
+            _cut(part)
+    try:
+        with torch.device("meta"):
+            built = cls(config)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError):
+        return frozenset()  # a cut config its class rejects: the full one decides
+    return frozenset((_generic(p), _class_name(m)) for p, m in built.named_modules())
+
+
+def _cut(config: Any) -> None:
+    depth = getattr(config, "num_hidden_layers", None)
+    if not isinstance(depth, int) or depth <= 8:
+        return
+    kinds = getattr(config, "layer_types", None)
+    keep = max((list(kinds).index(k) + 1 for k in set(kinds)), default=2) if kinds else 2
+    keep = max(keep, int(getattr(config, "first_k_dense_replace", 0) or 0) + 1, 2)
+    config.num_hidden_layers = min(depth, keep)
+    if kinds:
+        config.layer_types = list(kinds)[: config.num_hidden_layers]

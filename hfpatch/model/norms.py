@@ -1,0 +1,57 @@
+"""Normalisation layers: which modules are one, where their eps is, and whether they were ever trained."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
+"""Attribute names of eps, by how often transformers' models use them."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises over features: a LayerNorm or RMSNorm, torch's, transformers' or hand-written.
+
+    Batch and group norms are not meant; nor are containers that merely have "norm" in their name.
+    """
+    name = type(module).__name__.lower()
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) or "batchnorm" in name or "groupnorm" in name:  # pyright: ignore[reportPrivateUsage]
+        return False
+    if "norm" not in name or next(module.children(), None) is not None:
+        return False
+    return all(p.dim() <= 1 for p in module.parameters(recurse=False))
+
+
+def eps_name(module: nn.Module) -> str | None:
+    """The attribute that holds a norm's eps; None where it has none."""
+    for name in EPS_NAMES:
+        if isinstance(getattr(module, name, None), float):
+            return name
+    return None
+
+
+def eps_of(module: nn.Module) -> float | None:
+    """A norm's eps; None where it has none."""
+    name = eps_name(module)
+    return None if name is None else float(getattr(module, name))
+
+
+def same_eps(a: float, b: float) -> bool:
+    """Equal but for float32 rounding (a GGUF file says 9.999999974752427e-07 for 1e-6)."""
+    return math.isclose(a, b, rel_tol=1e-6)
+
+
+def untrained(module: nn.Module) -> bool:
+    """Whether a norm is provably as it was made: weight all 1, bias all 0, and free to train.
+
+    A norm without a weight, a frozen one (what follows it may have been trained on its output) and
+    one whose weights are not loaded (meta) prove nothing.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.requires_grad or weight.is_meta:
+        return False
+    bias = getattr(module, "bias", None)
+    clean_bias = bias is None or (isinstance(bias, torch.Tensor) and not bool(bias.detach().any()))
+    return bool((weight.detach() == 1).all()) and clean_bias

@@ -1,0 +1,112 @@
+"""What the parts of a decoder are for, told from structure and not from names.
+
+The residual stream runs through the items of one `ModuleList`. Of an item's children, the norms work on
+the stream and everything else with weights is a branch; the norm beside the list ends the stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfpatch.model.norms import is_norm
+from hfpatch.model.survey import Submodel, Survey
+
+Place = tuple[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One residual stream: its decoder layers and their parts, each with its path."""
+
+    path: str
+    layers: tuple[Place, ...]
+    layer_norms: tuple[Place, ...]
+    branches: tuple[Place, ...]
+    final_norm: Place | None
+
+
+def stack(survey: Survey, submodel: Submodel) -> Stack | None:
+    """The decoder stack of a submodel's own; None where it has none of this shape."""
+    found = _layer_list(survey, submodel)
+    if found is None:
+        return None
+    list_path, layers = found
+    norms: list[Place] = []
+    branches: list[Place] = []
+    for path, layer in layers:
+        for name, child in layer.named_children():
+            place = (f"{path}.{name}", child)
+            if is_norm(child):
+                norms.append(place)
+            elif next(child.parameters(), None) is not None:
+                branches.append(place)
+    parent = list_path.rpartition(".")[0]
+    beside = [
+        (f"{parent}.{name}" if parent else name, child)
+        for name, child in survey.modules[parent].named_children()
+        if is_norm(child)
+    ]
+    return Stack(list_path, tuple(layers), tuple(norms), tuple(branches), beside[-1] if beside else None)
+
+
+def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] | None:
+    """The list of `num_hidden_layers` blocks that is nearest the submodel's root and in no other submodel."""
+    others = [s.path for s in survey.submodels if s is not submodel and len(s.path) > len(submodel.path)]
+    depth = getattr(submodel.model.config, "num_hidden_layers", None)
+    best: tuple[int, str, list[Place]] | None = None
+    for path, module in survey.below(submodel.path):
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if any(path.startswith(f"{o}.") for o in others):
+            continue
+        items = [(f"{path}.{name}", item) for name, item in module.named_children()]
+        if isinstance(depth, int) and len(items) < depth:
+            continue
+        if not all(_is_block(item) for _, item in items):
+            continue
+        level = path.count(".")
+        if best is None or level < best[0]:
+            best = (level, path, items)
+    return None if best is None else (best[1], best[2])
+
+
+def _is_block(module: nn.Module) -> bool:
+    children = list(module.children())
+    return any(is_norm(c) for c in children) and any(not is_norm(c) and any(True for _ in c.parameters()) for c in children)
+
+
+def stream_dtype(survey: Survey, submodel: Submodel, found: Stack) -> torch.dtype | None:
+    """Dtype of the residual stream: what embeddings and branch outputs promote to. None if it has no weights.
+
+    Mixed weights escape an overflow by this promotion: bf16 embeddings and fp16 branches give an fp32 stream.
+    """
+    from hfpatch.model.embed import find_embedding
+
+    dtypes: list[torch.dtype] = []
+    embedding = find_embedding(submodel.model)
+    weight = getattr(embedding, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        dtypes.append(weight.dtype)
+    first = f"{found.layers[0][0]}."
+    for path, branch in found.branches:
+        if path.startswith(first) and (dtype := weights_dtype(branch)) is not None:
+            dtypes.append(dtype)
+    floating = [d for d in dtypes if d.is_floating_point]
+    if not floating:
+        return None
+    out = floating[0]
+    for dtype in floating[1:]:
+        out = torch.promote_types(out, dtype)
+    return out
+
+
+def weights_dtype(module: nn.Module) -> torch.dtype | None:
+    """Dtype in which most of a module's floating-point weights are, adapters left out; None if it has none."""
+    counts: dict[torch.dtype, int] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and "lora_" not in name:
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda d: counts[d]) if counts else None

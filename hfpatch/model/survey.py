@@ -1,0 +1,132 @@
+"""One walk over an object: its modules, the transformers models inside, and what is wrapped around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpatch.errors import NotAModelError
+
+TOOL_PACKAGES = ("peft.", "accelerate.", "bitsandbytes.", "torch.", "transformers.integrations.", "transformers.quantizers.")
+"""Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
+
+
+@dataclass(frozen=True)
+class Submodel:
+    """A `PreTrainedModel` of one architecture, the outermost of that architecture.
+
+    `LlamaForCausalLM` and the `LlamaModel` in it are one submodel; a vision-language model holds several.
+    """
+
+    path: str
+    model: PreTrainedModel
+
+    @property
+    def architecture(self) -> str:
+        """`config.model_type`."""
+        return str(self.model.config.model_type)
+
+    @property
+    def place(self) -> str:
+        """How to name it in a sentence."""
+        return f"{type(self.model).__name__} at {self.path!r}" if self.path else type(self.model).__name__
+
+
+class Survey:
+    """What an object holds. Reads only; as cheap as one walk over the modules.
+
+    Args:
+        given: A module, however wrapped, or an object whose `.model` is one (a Trainer, a pipeline).
+        added: Paths, or modules themselves, that the caller says were added.
+
+    Raises:
+        NotAModelError: Neither.
+    """
+
+    def __init__(self, given: object, added: Any = None) -> None:
+        self.root: nn.Module = root_module(given)
+        self.modules: dict[str, nn.Module] = dict(self.root.named_modules())
+        self.paths: dict[int, str] = {id(m): p for p, m in self.modules.items()}
+        self.named_by_caller = added
+
+    def path(self, module: nn.Module) -> str:
+        """Path of a module from the root."""
+        return self.paths[id(module)]
+
+    def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
+        """A module and everything in it, with paths from the root."""
+        prefix = f"{path}." if path else ""
+        for name, module in self.modules.items():
+            if name == path or name.startswith(prefix):
+                yield name, module
+
+    @cached_property
+    def submodels(self) -> tuple[Submodel, ...]:
+        """The transformers models inside, outermost first."""
+        found: list[Submodel] = []
+        for path, module in self.modules.items():
+            if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
+                continue
+            if stock_class(module) is None and any(isinstance(m, PreTrainedModel) for m in module.modules() if m is not module):
+                continue  # somebody's own composite: what it holds are the submodels
+            model_type = getattr(module.config, "model_type", "")
+            if not any(_inside(path, s.path) and s.architecture == model_type for s in found):
+                found.append(Submodel(path, module))
+        return tuple(found)
+
+    @cached_property
+    def outermost_built(self) -> tuple[Submodel, ...]:
+        """Submodels with a class of transformers behind them that lie in no other such submodel."""
+        built = [s for s in self.submodels if stock_class(s.model) is not None]
+        return tuple(s for s in built if not any(o is not s and _inside(s.path, o.path) for o in built))
+
+    @cached_property
+    def compiled(self) -> tuple[str, ...]:
+        """Paths of modules that `torch.compile` or `module.compile()` was called on."""
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        return tuple(
+            path
+            for path, module in self.modules.items()
+            if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+        )
+
+
+def root_module(given: object) -> nn.Module:
+    """The module in what the caller passed.
+
+    Raises:
+        NotAModelError: There is none.
+    """
+    if isinstance(given, nn.Module):
+        return given
+    inner = getattr(given, "model", None)
+    if isinstance(inner, nn.Module):
+        return inner
+    raise NotAModelError(
+        f"want a torch module, or an object whose .model is one (a Trainer); got {type(given).__name__}"
+    )
+
+
+def is_stock(cls: type) -> bool:
+    """Whether transformers (or code a checkpoint brought along) defines this class itself."""
+    return cls.__module__.startswith(("transformers.", "transformers_modules."))
+
+
+def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
+    """The nearest class of a model that transformers defines and that can be built; None for a bare base class."""
+    for cls in type(model).__mro__:
+        if cls is PreTrainedModel:
+            return None
+        if is_stock(cls) and issubclass(cls, PreTrainedModel) and cls.config_class is not None:
+            return cls
+    return None
+
+
+def _inside(path: str, outer: str) -> bool:
+    return outer == "" or path == outer or path.startswith(f"{outer}.")

@@ -1,0 +1,95 @@
+"""What patches there are, and what each is about: for `list` and `explain`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from hfpatch.patching import registry
+from hfpatch.patching.language import ANY, HEADINGS
+from hfpatch.patching.registry import Entry
+from hfpatch.report import Sheet
+
+
+@dataclass(frozen=True)
+class Catalogue(Sequence[Entry]):
+    """The patches, as a sequence that prints as a table."""
+
+    entries: tuple[Entry, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
+        return self.entries[index]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def sheet(self) -> Sheet:
+        """As a table."""
+        rows = tuple((e.id, e.effect, f"{e.patch.title}\n({_serves(e)})") for e in self.entries)
+        return Sheet(f"{len(rows)} patches", ("patch", "effect", "what it does (architectures)"), rows, wide=("what it does (architectures)",))
+
+    def __str__(self) -> str:
+        return self.sheet().to_text()
+
+    def _repr_html_(self) -> str:
+        return self.sheet().to_html()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All there is to know of a patch without a model."""
+
+    entry: Entry
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return self.entry.to_dict()
+
+    def __str__(self) -> str:
+        return self._sheet().to_text()
+
+    def _repr_html_(self) -> str:
+        return self._sheet().to_html()
+
+    def _sheet(self) -> Sheet:
+        entry, patch = self.entry, self.entry.patch
+        rows: list[tuple[str, str]] = [
+            ("serves", _serves(entry)),
+            ("effect", entry.effect + (f", within {patch.tolerance:g} of float32" if patch.tolerance else "")),
+            ("transformers", patch.transformers + (f", not needed from {patch.fixed_in}" if patch.fixed_in else "")),
+        ]
+        rows += [("refuses", f"{name}: {reason}") for name, reason in patch.refuses.items()]
+        rows += [("option", f"{name} (default {default!r})") for name, default in patch.options.items()]
+        rows += [("edit", str(edit)) for edit in patch.edits]
+        rows += [("repro", str(case)) for case in patch.repros]
+        rows += [("left alone", str(case)) for case in patch.leaves_alone]
+        rows += [(heading, f"{entry.sections[heading]}\n") for heading in HEADINGS]
+        return Sheet(f"{entry.id}: {patch.title}", ("", ""), tuple(rows), wide=("",))
+
+
+def list_patches(architecture: str | None = None) -> Catalogue:
+    """The patches in the registry, all or those written for an architecture (`config.model_type`)."""
+    found = registry.entries().values()
+    return Catalogue(tuple(e for e in found if architecture is None or e.serves(architecture)))
+
+
+def explain(patch_id: str) -> Explanation:
+    """What a patch mends, changes and costs, its limits, cases and sources.
+
+    Raises:
+        UnknownPatchError: No such patch; near names are listed.
+        PatchFileError: Its file has an error in it.
+    """
+    return Explanation(registry.get(patch_id))
+
+
+def _serves(entry: Entry) -> str:
+    return "every architecture" if ANY in entry.patch.architectures else ", ".join(entry.patch.architectures)

@@ -1,0 +1,67 @@
+"""What a patch may read when the plan asks it: one submodel of one object, and what the caller said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hfpatch.model.roles import Stack
+    from hfpatch.model.survey import Submodel, Survey
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module an edit would change."""
+
+    path: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Context:
+    """The object, the submodel in question, and the caller's wishes. Reading it changes nothing."""
+
+    survey: Survey
+    submodel: Submodel | None
+    compute_dtype: torch.dtype | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        """Decoder layers and their parts; None where the submodel has no such shape."""
+        from hfpatch.model.roles import stack
+
+        return None if self.submodel is None else stack(self.survey, self.submodel)
+
+    @cached_property
+    def stream_dtype(self) -> torch.dtype | None:
+        """Dtype of the residual stream as the weights stand now; None without a stack."""
+        from hfpatch.model.roles import stream_dtype
+
+        if self.submodel is None or self.stack is None:
+            return None
+        return stream_dtype(self.survey, self.submodel, self.stack)
+
+    @cached_property
+    def added(self) -> dict[str, nn.Module]:
+        """Modules that transformers' own code did not make, by path."""
+        from hfpatch.model.added import added_modules
+
+        return added_modules(self.survey)
+
+    @cached_property
+    def feeds(self) -> str | None:
+        """Path of the one language model that added modules outside all submodels feed; None if not one."""
+        from hfpatch.errors import NoEmbeddingError
+        from hfpatch.model.embed import resolve
+
+        try:
+            return resolve(self.survey)[0].path
+        except NoEmbeddingError:
+            return None

@@ -1,0 +1,109 @@
+"""The forward hooks that casts are made of: picklable values that hold no module.
+
+torch's own hooks survive deepcopy, DDP, accelerate's forward wrapping and activation checkpointing, and
+leave class and `forward` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.model.roles import weights_dtype
+
+
+@dataclass(frozen=True)
+class DtypeRule:
+    """Which dtype a cast goes to.
+
+    Args:
+        dtype: The dtype, where `weight` is empty or gives no floating-point weight (quantised layers).
+        weight: Path within the module to a layer whose weight's dtype is followed, so that the cast stays
+            right after `model.float()` or `model.half()`.
+    """
+
+    dtype: torch.dtype
+    weight: tuple[str, ...] | None = None
+
+    def of(self, module: nn.Module) -> torch.dtype:
+        """The dtype for this module, now."""
+        if self.weight is None:
+            return self.dtype
+        holder: Any = module
+        for name in self.weight:
+            holder = getattr(holder, name)
+        dtype = holder.weight.dtype
+        return dtype if dtype.is_floating_point else self.dtype
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.") if self.weight is None else "dtype of its weights"
+
+
+def dtype_rule(
+    to: str, module: nn.Module, compute: torch.dtype | None, stream: torch.dtype | None
+) -> DtypeRule:
+    """The rule for a module: `float32`, or `weights` to follow a layer that has the module's usual dtype.
+
+    Where the weights are in another dtype than the model computes in (norms kept in float32), the
+    compute dtype is fixed instead.
+    """
+    if to == "float32":
+        return DtypeRule(torch.float32)
+    usual = weights_dtype(module)
+    fallback = compute or stream or usual or torch.float16
+    if stream is not None and usual != stream:
+        return DtypeRule(fallback)
+    for path, layer in module.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dtype == usual and not path.startswith("lora_"):
+            return DtypeRule(fallback, tuple(path.split(".")) if path else ())
+    return DtypeRule(fallback)
+
+
+@dataclass(frozen=True, eq=True)
+class CastInput:
+    """A forward pre-hook that casts the stream tensor: the first argument, or `hidden_states`.
+
+    Masks, position embeddings and caches are left as they are: a cast would turn a float32 mask's
+    lowest value into -inf.
+    """
+
+    rule: DtypeRule
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Cast if there is something to cast."""
+        to = self.rule.of(module)
+        if args:
+            return ((_cast(args[0], to), *args[1:]), kwargs)
+        name = "hidden_states" if "hidden_states" in kwargs else _first_floating(kwargs)
+        return None if name is None else (args, {**kwargs, name: _cast(kwargs[name], to)})
+
+    def __str__(self) -> str:
+        return str(self.rule)
+
+
+@dataclass(frozen=True, eq=True)
+class CastOutput:
+    """A forward hook that casts a module's output tensor."""
+
+    rule: DtypeRule
+
+    def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Cast if there is something to cast."""
+        return _cast(output, self.rule.of(module))
+
+    def __str__(self) -> str:
+        return str(self.rule)
+
+
+def _first_floating(kwargs: dict[str, Any]) -> str | None:
+    return next((k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+
+
+def _cast(value: Any, to: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != to:
+        return value.to(to)
+    return value

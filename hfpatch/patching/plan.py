@@ -1,0 +1,367 @@
+"""Model + patches -> plan: what each patch would do to this model, decided and counted. Reads only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hfpatch.errors import ConflictError, InputError, RefusedError
+from hfpatch.patching import registry
+from hfpatch.patching.context import Context, Target
+from hfpatch.patching.edits import Edit, Record, records_of, show
+from hfpatch.patching.language import UNASKED, Decided, Effect, NotNeeded, Refused
+from hfpatch.patching.registry import Entry
+from hfpatch.report import Sheet
+
+if TYPE_CHECKING:
+    import torch
+
+    from hfpatch.model.survey import Submodel, Survey
+
+Names = str | Iterable[str] | None
+SUGGESTED = "suggested"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one patch would do to one submodel.
+
+    Attributes:
+        patch: Its id.
+        submodel: Path of the submodel it is about; None where it is about the object as a whole.
+        decided: applied | not needed | opt-in | refused.
+        reason: Why.
+        effect: On outputs; None where nothing would be done.
+        edits: What would be changed.
+        hint: The line to type, or an alternative.
+        already: Edits of this patch that the model carries from before.
+    """
+
+    patch: str
+    submodel: str | None
+    decided: Decided
+    reason: str
+    effect: Effect | None = None
+    edits: tuple[Edit, ...] = ()
+    hint: str = ""
+    already: int = 0
+
+    @property
+    def what(self) -> str:
+        """The edits in short: count, example path, before -> after."""
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for e in self.edits:
+            groups.setdefault((e.slot, show(e.before), show(e.after)), []).append(e.path)
+        parts: list[str] = []
+        for (slot, before, after), paths in groups.items():
+            change = f"{slot} {after}" if before == "-" else f"{slot} {before} -> {after}"
+            parts.append(f"{len(paths)} x {change}: {_example(paths)}")
+        return "\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "patch": self.patch,
+            "submodel": self.submodel,
+            "decision": self.decided,
+            "reason": self.reason,
+            "effect": self.effect,
+            "hint": self.hint,
+            "edits": [e.to_dict() for e in self.edits],
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a set of patches would do to a model. Printing it shows a table."""
+
+    model: str
+    decisions: tuple[Decision, ...]
+    unknown: tuple[str, ...] = ()
+    """What could not be known, e.g. because the weights are not loaded."""
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """Everything that apply would change, in order."""
+        return tuple(e for d in self.decisions if d.decided == "applied" for e in d.edits)
+
+    def of(self, decided: Decided) -> tuple[Decision, ...]:
+        """The decisions of one kind."""
+        return tuple(d for d in self.decisions if d.decided == decided)
+
+    def sheet(self) -> Sheet:
+        """As a table."""
+        return sheet(f"Plan for {self.model}", self.decisions, self.unknown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: model, decisions (patch, submodel, decision, reason, effect, hint, edits), unknown."""
+        return {
+            "model": self.model,
+            "decisions": [d.to_dict() for d in self.decisions],
+            "unknown": list(self.unknown),
+        }
+
+    def __str__(self) -> str:
+        return self.sheet().to_text()
+
+    def _repr_html_(self) -> str:
+        return self.sheet().to_html()
+
+
+def sheet(title: str, decisions: Iterable[Decision], notes: Sequence[str] = ()) -> Sheet:
+    """Decisions as a table: patch, decision, what changes where, effect."""
+    rows: list[tuple[str, ...]] = []
+    for d in decisions:
+        text = "\n".join(t for t in (d.what if d.decided in ("applied", "opt-in") else "", d.reason, d.hint) if t)
+        where = f"{d.patch}\n  {d.submodel}" if d.submodel else d.patch
+        rows.append((where, d.decided, d.effect or "-", text))
+    return Sheet(title, ("patch", "decision", "effect", "what changes, and why"), tuple(rows), tuple(notes), wide=("what changes, and why",))
+
+
+def plan(
+    model: object,
+    *,
+    only: Names = None,
+    include: Names = None,
+    exclude: Names = None,
+    added_modules: Any = None,
+    compute_dtype: str | torch.dtype | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Plan:
+    """Decide what each patch would do to a loaded model. Changes nothing.
+
+    Args:
+        model: A module, however wrapped (PEFT, DDP, compile), or an object whose `.model` is one (a Trainer).
+        only: Ids or globs of the patches to consider; those that hold are applied, opt-in ones too.
+        include: Ids or globs of opt-in patches to apply as well; `"suggested"` for all whose condition holds.
+        exclude: Ids or globs of patches to leave out.
+        added_modules: Paths (globs) or modules that are your own additions, where they are not found by themselves.
+        compute_dtype: A dtype the model will be run in and is not in yet.
+        options: `{patch id: {name: value}}`.
+
+    Raises:
+        NotAModelError: `model` holds no torch module.
+        UnknownPatchError: A name that matches no patch.
+        RefusedError: A patch named in `only=` does not go with this model.
+        ConflictError: Two patches want different things of the same place.
+        InputError: Another argument cannot be used.
+    """
+    from hfpatch.model.survey import Survey
+
+    survey = Survey(model, added_modules)
+    entries = registry.entries()
+    wanted = _ids(only)
+    asked = wanted | {i for i in _ids(include, SUGGESTED)} if wanted is not None else _ids(include, SUGGESTED)
+    excluded = _ids(exclude) or set()
+    chosen_options = _options(entries, options)
+    decisions: list[Decision] = []
+    for entry in entries.values():
+        if wanted is not None and entry.id not in wanted:
+            continue
+        if entry.id in excluded:
+            decisions.append(Decision(entry.id, None, "not needed", "left out by exclude="))
+            continue
+        settings = {**entry.patch.options, **chosen_options.get(entry.id, {})}
+        decisions.extend(_decide(entry, survey, as_dtype(compute_dtype), settings))
+    everything = SUGGESTED in _names(include)
+    decided = tuple(_ask(d, d.patch in (asked or ()) or everything) for d in decisions)
+    _check_asked(decided, wanted)
+    _check_conflicts(decided)
+    unloaded = any(p.is_meta for p in survey.root.parameters())
+    notes = ("weights are not loaded: whether added modules are trained is unknown",) if unloaded else ()
+    return Plan(type(survey.root).__name__, decided, notes)
+
+
+def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
+    """The plan of one patch, named (`asked`) or not, its upstream bodies trusted unseen: for its own cases."""
+    from hfpatch.model.survey import Survey
+
+    survey = Survey(model)
+    decided = _decide(entry, survey, None, entry.patch.options, trusted=True)
+    return Plan(type(survey.root).__name__, tuple(_ask(d, asked) for d in decided))
+
+
+def _names(given: Names) -> list[str]:
+    return [] if given is None else [given] if isinstance(given, str) else list(given)
+
+
+def _ids(given: Names, *keywords: str) -> Any:
+    if given is None:
+        return set() if keywords else None
+    return {i for name in _names(given) if name not in keywords for i in registry.match(name)}
+
+
+def _options(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    out: dict[str, dict[str, Any]] = {}
+    for patch_id, settings in (given or {}).items():
+        if patch_id not in entries:
+            raise registry.unknown(patch_id, entries)
+        for name in settings:
+            if name not in entries[patch_id].patch.options:
+                have = ", ".join(entries[patch_id].patch.options) or "none"
+                raise InputError(f"options: {patch_id} has no option {name!r}; it has: {have}")
+        out[patch_id] = dict(settings)
+    return out
+
+
+def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """A floating-point dtype from a dtype or its name.
+
+    Raises:
+        InputError: It is neither.
+    """
+    import torch
+
+    if given is None:
+        return None
+    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    name = str(given).removeprefix("torch.")
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"compute_dtype={given!r}: want a floating-point dtype such as 'float16'")
+    return dtype
+
+
+def _decide(
+    entry: Entry,
+    survey: Survey,
+    compute_dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+    *,
+    trusted: bool = False,
+) -> list[Decision]:
+    patch = entry.patch
+    refusal = _version_refusal(entry)
+    if refusal is not None:
+        return [replace(refusal, patch=entry.id)]
+    served: list[Submodel | None] = [s for s in survey.submodels if entry.serves(s.architecture)]
+    if patch.whole:
+        served = [None]
+    out: list[Decision] = []
+    for submodel in served:
+        context = Context(survey, submodel, compute_dtype, options)
+        out.extend(_decide_one(entry, context, trusted))
+    known = [s for s in survey.submodels if s.architecture in patch.refuses]
+    out.extend(Decision(entry.id, s.path, "refused", f"{s.architecture}: {patch.refuses[s.architecture]}") for s in known)
+    if not out:
+        have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
+        out.append(Decision(entry.id, None, "refused", f"does not serve {have}; serves {_listed(patch.architectures)}"))
+    # Of several submodels, those it has nothing to do with are not worth a row each.
+    telling = [d for d in out if d.decided != "not needed"]
+    return telling or out[:1]
+
+
+def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]:
+    from hfpatch.patching.guards import compiled_already, drift_verdict
+
+    patch, path = entry.patch, context.submodel.path if context.submodel else None
+    mine = _records(context, entry.id)
+    verdict = patch.condition(context)
+    if isinstance(verdict, Refused):
+        return [Decision(entry.id, path, "refused", verdict.reason, hint=patch.suggests)]
+    if isinstance(verdict, NotNeeded):
+        reason = f"already applied ({mine} edits)" if mine else verdict.reason
+        return [Decision(entry.id, path, "not needed", reason, already=mine)]
+    grouped: dict[Effect, list[Edit]] = {}
+    done = 0
+    for template in patch.edits:
+        resolved = list(template.resolve(context))
+        if not resolved:
+            return [Decision(entry.id, path, "refused", f"{template.where} matched nothing in {_place(context)}")]
+        for edit in resolved:
+            there = next((r for r in records_of(edit.module) if r.slot == edit.slot), None)
+            if there is not None and there.after == edit.after:
+                done += 1
+                continue
+            grouped.setdefault(_effect(entry, context, edit), []).append(edit)
+    if not grouped:
+        return [Decision(entry.id, path, "not needed", f"already applied ({done} edits)", already=done)]
+    modules = [e.module for edits in grouped.values() for e in edits]
+    hooks = any(e.slot.endswith(" dtype") for edits in grouped.values() for e in edits)
+    if hooks and (reason := compiled_already(context.survey)):
+        return [Decision(entry.id, path, "refused", reason)]
+    drift = None if trusted else drift_verdict(entry, context.submodel.architecture if context.submodel else "", modules)
+    if isinstance(drift, Refused):
+        return [Decision(entry.id, path, "refused", drift.reason)]
+    reason = verdict.reason if drift is None else f"{verdict.reason}; {drift.reason}"
+    return [
+        Decision(entry.id, path, "applied" if effect in UNASKED else "opt-in", reason, effect, tuple(edits), patch.suggests)
+        for effect, edits in grouped.items()
+    ]
+
+
+def _effect(entry: Entry, context: Context, edit: Edit) -> Effect:
+    effect = entry.patch.effect
+    return effect if isinstance(effect, str) else effect(context, Target(edit.path, edit.module))
+
+
+def _ask(decision: Decision, asked: bool) -> Decision:
+    if decision.decided != "opt-in":
+        return decision
+    if asked:
+        return replace(decision, decided="applied")
+    return replace(decision, hint=f'hfpatch.apply(model, include=["{decision.patch}"])')
+
+
+def _check_asked(decisions: Iterable[Decision], wanted: set[str] | None) -> None:
+    by_patch: dict[str, list[Decision]] = {}
+    for d in decisions:
+        by_patch.setdefault(d.patch, []).append(d)
+    for patch_id, mine in by_patch.items():
+        if wanted and patch_id in wanted and all(d.decided == "refused" for d in mine):
+            raise RefusedError(f"{patch_id} was asked for and is refused: {'; '.join(d.reason for d in mine)}")
+
+
+def _check_conflicts(decisions: Iterable[Decision]) -> None:
+    taken: dict[tuple[int, str], tuple[str, Any]] = {}
+    for decision in decisions:
+        if decision.decided != "applied":
+            continue
+        for edit in decision.edits:
+            there: list[Record] = [r for r in records_of(edit.module) if r.slot == edit.slot]
+            other = (there[0].patch, there[0].after) if there else taken.get((id(edit.module), edit.slot))
+            if other is not None and other[1] != edit.after:
+                raise ConflictError(
+                    f"{decision.patch} wants {edit.slot} of {edit.path or 'the model'!r} to be {show(edit.after)}, "
+                    f"{other[0]} wants {show(other[1])}: leave one out with exclude="
+                )
+            taken[id(edit.module), edit.slot] = (decision.patch, edit.after)
+
+
+def _records(context: Context, patch_id: str) -> int:
+    return sum(r.patch == patch_id for m in context.survey.modules.values() for r in records_of(m))
+
+
+def _version_refusal(entry: Entry) -> Decision | None:
+    import transformers
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    have = Version(transformers.__version__)
+    if entry.patch.fixed_in is not None and have >= Version(entry.patch.fixed_in):
+        return Decision("", None, "not needed", f"transformers {have} has this fixed (since {entry.patch.fixed_in})")
+    if not SpecifierSet(entry.patch.transformers).contains(have, prereleases=True):
+        return Decision("", None, "refused", f"written for transformers {entry.patch.transformers}; installed is {have}")
+    return None
+
+
+def _place(context: Context) -> str:
+    return context.submodel.place if context.submodel else type(context.survey.root).__name__
+
+
+def _example(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return paths[0] or "the model itself"
+    generic = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", p) for p in paths}, key=paths_key)
+    return ", ".join(generic[:2]) + (f", and {len(generic) - 2} more kinds" if len(generic) > 2 else "")
+
+
+def paths_key(path: str) -> tuple[int, str]:
+    """Orders paths by depth, then by name."""
+    return path.count("."), path
+
+
+def _listed(architectures: Sequence[str]) -> str:
+    return ", ".join(architectures[:6]) + (f" and {len(architectures) - 6} more" if len(architectures) > 6 else "")

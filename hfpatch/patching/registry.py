@@ -1,0 +1,198 @@
+"""Finds the patches: ours in `patches/`, other packages' through the entry point group `hfpatch.patches`.
+
+Nothing registers itself and no list is kept by hand: a file with a `PATCH` in it is a patch.
+An entry point names a module that holds a `PATCH`, or a package whose files do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from hfpatch import patches
+from hfpatch.errors import PatchFileError, UnknownPatchError
+from hfpatch.patching.language import ANY, HEADINGS, Patch
+
+GROUP = "hfpatch.patches"
+NOT_PATCHES = {"__init__", "architecture"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A patch in the registry: the declaration, its id, and the file it came from."""
+
+    id: str
+    patch: Patch
+    file: Path
+    sections: dict[str, str]
+    """The file's docstring by heading."""
+
+    @property
+    def family(self) -> str:
+        """Folder of the file: a model family, or `shared`."""
+        return self.file.parent.name
+
+    def serves(self, architecture: str) -> bool:
+        """Whether the patch is written for this `model_type`."""
+        return ANY in self.patch.architectures or architecture in self.patch.architectures
+
+    @property
+    def effect(self) -> str:
+        """The effect as declared; `decided from the model` where it is a function."""
+        return self.patch.effect if isinstance(self.patch.effect, str) else "decided from the model"
+
+    def to_dict(self) -> dict[str, object]:
+        """What `hfpatch list --json` prints."""
+        return {
+            "id": self.id,
+            "title": self.patch.title,
+            "family": self.family,
+            "architectures": list(self.patch.architectures),
+            "refuses": dict(self.patch.refuses),
+            "effect": self.effect,
+            "tolerance": self.patch.tolerance,
+            "transformers": self.patch.transformers,
+            "fixed_in": self.patch.fixed_in,
+            "options": {k: repr(v) for k, v in self.patch.options.items()},
+            "repros": [str(case) for case in self.patch.repros],
+            "leaves_alone": [str(case) for case in self.patch.leaves_alone],
+            "edits": [str(edit) for edit in self.patch.edits],
+            "upstream": [up.name for up in self.patch.upstream],
+            "sections": self.sections,
+        }
+
+
+def entries() -> dict[str, Entry]:
+    """Every patch that loads, by id. One that does not is warned of, with file and line."""
+    found, broken = _discover()
+    for error in broken.values():
+        warnings.warn(str(error), stacklevel=2)
+    return found
+
+
+def broken() -> dict[str, PatchFileError]:
+    """The patch files that do not load, by the id they would have."""
+    return _discover()[1]
+
+
+def get(patch_id: str) -> Entry:
+    """The patch of that id.
+
+    Raises:
+        UnknownPatchError: No such patch; near names are listed.
+        PatchFileError: The patch's file has an error in it.
+    """
+    found, errors = _discover()
+    if patch_id in errors:
+        raise errors[patch_id]
+    if patch_id not in found:
+        raise unknown(patch_id, found)
+    return found[patch_id]
+
+
+def match(pattern: str) -> list[str]:
+    """Ids that an id or glob names.
+
+    Raises:
+        UnknownPatchError: None; near names are listed.
+        PatchFileError: It names a file that has an error in it.
+    """
+    found, errors = _discover()
+    if pattern in errors:
+        raise errors[pattern]
+    names = fnmatch.filter(found, pattern)
+    if not names:
+        raise unknown(pattern, found)
+    return names
+
+
+def unknown(name: str, known: Iterable[str]) -> UnknownPatchError:
+    """The error for a name that matches no patch."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"there are: {', '.join(known)}"
+    return UnknownPatchError(f"no patch is called {name!r}: {hint}")
+
+
+@cache
+def _discover() -> tuple[dict[str, Entry], dict[str, PatchFileError]]:
+    found: dict[str, Entry] = {}
+    errors: dict[str, PatchFileError] = {}
+    for module_name, file in _modules():
+        patch_id = file.stem.replace("_", "-")
+        try:
+            if patch_id in found:
+                raise PatchFileError(f"{file}: the id {patch_id!r} is taken by {found[patch_id].file}")
+            found[patch_id] = _load(module_name, file, patch_id)
+        except PatchFileError as error:
+            errors.setdefault(patch_id, error)
+    return dict(sorted(found.items())), errors
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for folder in patches.__path__:
+        yield from _files("hfpatch.patches", Path(folder))
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            spec = importlib.util.find_spec(point.value)
+        except ImportError:
+            spec = None
+        if spec is None:
+            warnings.warn(f"entry point {point.name} = {point.value}: no such module", stacklevel=4)
+        elif spec.submodule_search_locations:
+            for folder in spec.submodule_search_locations:
+                yield from _files(point.value, Path(folder))
+        elif spec.origin:
+            yield point.value, Path(spec.origin)
+
+
+def _files(package: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    for file in sorted(folder.rglob("*.py")):
+        if file.stem not in NOT_PATCHES:
+            yield ".".join((package, *file.relative_to(folder).with_suffix("").parts)), file
+
+
+def _load(module_name: str, file: Path, patch_id: str) -> Entry:
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001  a patch file may raise anything; the others must still load
+        sys.modules.pop(module_name, None)
+        raise PatchFileError(f"{_where(error, file)}: {type(error).__name__}: {_first_line(error)}") from error
+    patch = getattr(module, "PATCH", None)
+    if not isinstance(patch, Patch):
+        raise PatchFileError(f"{file}:1: holds no PATCH = Patch(...)")
+    return Entry(patch_id, patch, file, _sections(inspect.getdoc(module) or "", file))
+
+
+def _where(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename or file}:{error.lineno or 1}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]
+    return f"{file}:{lines[-1] if lines else 1}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (error.msg if isinstance(error, SyntaxError) else str(error)).splitlines()[0] if str(error) else ""
+
+
+def _sections(doc: str, file: Path) -> dict[str, str]:
+    parts = doc.split("\n## ")
+    sections = {"": parts[0].strip()}
+    for part in parts[1:]:
+        heading, _, text = part.partition("\n")
+        sections[heading.strip()] = text.strip()
+    got = tuple(h for h in sections if h)
+    if got != HEADINGS:
+        raise PatchFileError(f"{file}:1: docstring headings are {got}, want {HEADINGS}")
+    return sections

@@ -1,0 +1,102 @@
+"""Where: a value that picks modules. Counted, so that nothing matches in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hfpatch.patching.context import Context, Target
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Modules of a context, by a rule that has a name.
+
+    Args:
+        description: Names the rule in plans and in errors.
+        find: The rule.
+    """
+
+    description: str
+    find: Callable[[Context], Iterable[Target]]
+
+    def targets(self, context: Context) -> tuple[Target, ...]:
+        """The modules picked, in the model's own order, none twice."""
+        return tuple({t.path: t for t in self.find(context)}.values())
+
+    def count(self, context: Context) -> int:
+        """How many modules are picked."""
+        return len(self.targets(context))
+
+    def where(self, keep: Callable[[Context, Target], bool], description: str) -> Selection:
+        """Only those for which `keep` holds."""
+        return replace(
+            self,
+            description=f"{self.description} {description}",
+            find=lambda context: (t for t in self.find(context) if keep(context, t)),
+        )
+
+    def __str__(self) -> str:
+        return self.description
+
+
+def first_layer() -> Selection:
+    """The first decoder layer: where the residual stream begins."""
+    return Selection("the first decoder layer", lambda c: _targets(c.stack.layers[:1] if c.stack else ()))
+
+
+def layer_norms() -> Selection:
+    """Norms that are children of a decoder layer: they read the stream, or write to it."""
+    return Selection("norms of the decoder layers", lambda c: _targets(c.stack.layer_norms if c.stack else ()))
+
+
+def branches() -> Selection:
+    """Attention, MLP and whatever else in a decoder layer has weights and is no norm."""
+    return Selection("branches of the decoder layers", lambda c: _targets(c.stack.branches if c.stack else ()))
+
+
+def final_norm() -> Selection:
+    """The norm that ends the residual stream."""
+    return Selection(
+        "the final norm", lambda c: _targets((c.stack.final_norm,) if c.stack and c.stack.final_norm else ())
+    )
+
+
+def added_norms() -> Selection:
+    """Norms that transformers' own code did not make and that feed the submodel in question."""
+
+    def find(context: Context) -> Iterable[Target]:
+        from hfpatch.model.norms import is_norm
+
+        home = context.submodel.path if context.submodel else ""
+        for path, module in context.added.items():
+            if not is_norm(module):
+                continue
+            holder = _holder(context, path)
+            if holder == home or (holder is None and context.feeds == home):
+                yield Target(path, module)
+
+    return Selection("added norms", find)
+
+
+def root() -> Selection:
+    """The object the caller passed."""
+    return Selection("the model itself", lambda c: (Target("", c.survey.root),))
+
+
+def _holder(context: Context, path: str) -> str | None:
+    """Path of the innermost submodel a module lies in; None outside all of them."""
+    holders = [
+        s.path
+        for s in context.survey.submodels
+        if s.path == "" or path.startswith(f"{s.path}.")
+    ]
+    return max(holders, key=len) if holders else None
+
+
+def _targets(places: Iterable[tuple[str, nn.Module]]) -> Iterable[Target]:
+    return (Target(path, module) for path, module in places)

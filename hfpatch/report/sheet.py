@@ -1,0 +1,94 @@
+"""A table as data, and the two ways it is shown."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# Decisions and verdicts, coloured the same wherever they appear.
+STYLES = {
+    "applied": "bold green",
+    "not needed": "dim",
+    "opt-in": "yellow",
+    "refused": "red",
+    "passed": "green",
+    "failed": "bold red",
+}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Rows under headings, with a title above and notes below; every cell is text.
+
+    A cell that is a key of `STYLES` is coloured in a terminal. `wide` names the columns that take
+    the room there is; the others are never folded.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Render for a terminal: in colour where stdout is one, plain text elsewhere.
+
+        Args:
+            width: Columns to fill; the terminal's own (or 100 where there is none) if not given.
+        """
+        import io
+
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        tty = sys.stdout.isatty()
+        if width is None and not tty and "COLUMNS" not in os.environ:
+            width = 100
+        out = io.StringIO()
+        console = Console(
+            file=out,
+            width=width,
+            force_terminal=tty,
+            no_color=None if tty else True,
+            highlight=False,
+            emoji=False,
+            legacy_windows=False,
+        )
+        if self.title:
+            console.print(Text(self.title, style="bold"), soft_wrap=False)
+        if self.rows:
+            table = Table(box=None, pad_edge=False, show_header=any(self.columns), header_style="bold")
+            for name in self.columns:
+                folds = name in self.wide
+                table.add_column(name, overflow="fold", ratio=1 if folds else None, no_wrap=not folds)
+            for row in self.rows:
+                table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+            console.print(table)
+        for note in self.notes:
+            console.print(Text(note))
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def to_html(self) -> str:
+        """Render for a notebook: one self-contained table, every cell escaped."""
+        cell = '<td style="text-align:left;vertical-align:top">'
+        head = "".join(f'<th style="text-align:left">{html.escape(name)}</th>' for name in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"{cell}{html.escape(text)}</td>" for text in row) + "</tr>" for row in self.rows
+        )
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return (
+            f"<div><p><b>{html.escape(self.title)}</b></p>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"
+        )
+
+
+def say(lines: Iterable[str] | Sequence[str]) -> None:
+    """Write lines to stderr, on rank 0 of a distributed run only."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for line in lines:
+        print(line, file=sys.stderr)

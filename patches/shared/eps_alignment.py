@@ -1,0 +1,139 @@
+"""Gives norms that were added to a model the eps of the backbone they feed.
+
+## What goes wrong
+A norm bolted onto a language model keeps the eps its author typed (1e-4, or torch's 1e-5) where the
+backbone's norms use another (1e-6 in most). Rows of small variance then come out smaller than the
+backbone expects, and a checkpoint moved between two code bases that differ in eps gives other outputs.
+
+## What this changes
+`eps` (or `variance_epsilon`) of added LayerNorms and RMSNorms becomes that of the backbone's final norm.
+Norms that are provably as they were made (weight 1, bias 0, trainable) are aligned in a bare apply; trained
+ones only when asked, because their weights were learned with the old eps. Native norms are never touched
+unless named with `options={"eps-alignment": {"modules": [...]}}`: many are meant to differ from the config
+(DeepSeek-V3's latent norms, mllama's pre and post norms, Qwen2.5-VL's vision norms).
+
+## Numerics
+prepares on untrained norms, changes-function on trained ones. This is parity, not stability: a smaller eps
+raises the largest possible gain, 1/sqrt(eps), from 100 at 1e-4 to 1000 at 1e-6. Outputs move by about
+delta eps / (2 * mean square of the row).
+
+## Known limits
+A norm whose eps is a literal inside its forward, and one without an eps attribute, cannot be set. With
+several language models in one object the one that is fed cannot be told: name it with
+`options={"eps-alignment": {"backbone": "path.of.the.llm"}}`.
+
+## Sources
+huggingface/transformers#38025, huggingface/transformers#48762, vllm-project/vllm#35515 (norms that do not
+follow the config); the SALMONN-style speech LLMs that set eps by hand.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hfpatch.patching import edits, select
+from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Patch, Refused, Verdict
+
+if TYPE_CHECKING:
+    from hfpatch.patching.context import Context, Target
+    from hfpatch.patching.trial import Trial
+
+
+def backbone_eps(context: Context) -> float | None:
+    """Eps of the norm that ends the backbone's residual stream, rounded to what a person would have typed."""
+    from hfpatch.model.norms import eps_of
+
+    norm = context.stack.final_norm if context.stack else None
+    eps = None if norm is None else eps_of(norm[1])
+    return None if eps is None else float(f"{eps:.6g}")
+
+
+def misaligned(context: Context, target: Target) -> bool:
+    """Whether a norm has an eps, and another than the backbone."""
+    from hfpatch.model.norms import eps_of, same_eps
+
+    eps, wanted = eps_of(target.module), backbone_eps(context)
+    return eps is not None and wanted is not None and not same_eps(eps, wanted)
+
+
+def condition(context: Context) -> Verdict:
+    """Needed where this submodel is the backbone of an added norm with another eps."""
+    backbone = context.options["backbone"]
+    home = context.submodel.path if context.submodel else ""
+    if backbone is not None and backbone != home:
+        return NotNeeded(f"another backbone was named: {backbone}")
+    added = NORMS.targets(context)
+    if not added:
+        return NotNeeded("no added norm feeds it; native norms keep the eps they came with")
+    wanted = backbone_eps(context)
+    if wanted is None:
+        return Refused("the backbone's final norm has no eps to align to")
+    if not [t for t in added if misaligned(context, t)]:
+        return NotNeeded(f"{len(added)} added norms have the backbone's eps {wanted:g} already")
+    return Needed(f"added norms differ from the backbone's eps {wanted:g}")
+
+
+def effect(_context: Context, target: Target) -> Effect:
+    """Prepares where nothing was learned with the old eps."""
+    from hfpatch.model.norms import untrained
+
+    return "prepares" if untrained(target.module) else "changes-function"
+
+
+def symptom(trial: Trial) -> str | None:
+    """The composite's added norm has another eps than its backbone."""
+    from hfpatch.model.norms import eps_of, is_norm, same_eps
+
+    norms = {path: eps_of(m) for path, m in trial.model.named_modules() if is_norm(m)}
+    wanted = next(eps for path, eps in norms.items() if path.endswith("model.norm"))
+    added = {p: e for p, e in norms.items() if not p.startswith("llm.")}
+    bad = [f"{p}: eps {e:g}, backbone {wanted:g}" for p, e in added.items() if e and wanted and not same_eps(e, wanted)]
+    return "; ".join(bad) or None
+
+
+def _norms(context: Context) -> Iterable[Target]:
+    from hfpatch.model.norms import is_norm
+    from hfpatch.patching.context import Target
+
+    yield from select.added_norms().find(context)
+    for pattern in context.options["modules"]:
+        for path, module in context.survey.modules.items():
+            if is_norm(module) and fnmatch.fnmatchcase(path, pattern):
+                yield Target(path, module)
+
+
+def _name(_context: Context, target: Target) -> str:
+    from hfpatch.model.norms import eps_name
+
+    return eps_name(target.module) or "eps"
+
+
+NORMS = select.Selection("added or named norms", _norms)
+
+PATCH = Patch(
+    title="Added norms take the eps of the backbone they feed",
+    architectures=("*",),
+    condition=condition,
+    edits=(
+        edits.set_attribute(
+            NORMS.where(misaligned, "with another eps"),
+            name=_name,
+            value=lambda context, _target: backbone_eps(context),
+            text="set eps to the backbone's",
+        ),
+    ),
+    effect=effect,
+    symptom=symptom,
+    repros=(
+        Case("gemma3_text", inside="speech-llm"),
+        Case("llama", inside="speech-llm"),
+    ),
+    leaves_alone=(
+        Case("llama", inside="trained-speech-llm"),
+        Case("llama"),
+        Case("qwen2"),
+    ),
+    options={"backbone": None, "modules": ()},
+)

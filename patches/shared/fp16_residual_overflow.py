@@ -1,0 +1,124 @@
+"""Runs the residual stream in float32 where float16 cannot hold it.
+
+## What goes wrong
+Every decoder layer adds its branches to one running sum, the residual stream. In some models that sum
+passes 65,504, the largest float16, though no single branch does: the addition gives inf, the next norm
+turns it into NaN, and the loss is NaN at every step. Gemma 3 270M's stream reaches about 1e5, so its
+float16 weights are unusable as shipped, with and without autocast, with eager and sdpa attention.
+
+## What this changes
+The input of the first decoder layer is cast to float32. The norms of the layers then read and write
+float32; attention and MLP get their input cast back to the dtype of their own weights; the final norm's
+output is cast back too. Weights, state dict and the dtype of `last_hidden_state` and of the KV cache stay
+as they are; `hidden_states` of inner layers are float32. Casting at the layer and not at the embedding
+keeps rotary tables and masks in the compute dtype.
+
+## Numerics
+equivalent: the same function, with one rounding less at every addition. The additions cannot overflow and
+are exact to float32; matrix products are unchanged.
+
+## Known limits
+A branch that overflows by itself (a down projection whose own output passes 65,504) is not mended.
+Not served yet: norms whose kernels want input and weight of one dtype (torch's LayerNorm), and streams
+that modules other than layers read (Gemma 3n, Gemma 4). Nothing here outlives `save_pretrained`: a server
+that loads the checkpoint must patch it too.
+
+## Sources
+huggingface/transformers#36822, huggingface/transformers#39972 (symptom); measured on Gemma 3 270M with
+`benchmarks/gemma_fp16.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfpatch.patching import edits, select
+from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, Verdict
+
+if TYPE_CHECKING:
+    from hfpatch.patching.context import Context
+    from hfpatch.patching.trial import Trial
+
+GEMMA = ("gemma2", "gemma3_text")
+GATED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "cohere", "cohere2", "ernie4_5", "granite", "helium",
+    "hunyuan_v1_dense", "ministral", "olmo", "seed_oss", "smollm3",
+)  # fmt: skip
+FUSED = ("phi3", "glm")
+UNGATED = ("arcee", "apertus")
+
+POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
+
+
+def condition(context: Context) -> Verdict:
+    """Needed where the stream is, or is planned to be, float16."""
+    stack = context.stack
+    if stack is None or stack.final_norm is None or context.stream_dtype is None:
+        return Refused("no list of decoder layers with a final norm and weights was found")
+    now, planned = str(context.stream_dtype).removeprefix("torch."), context.compute_dtype
+    dtype = now if planned is None else str(planned).removeprefix("torch.")
+    if dtype != "float16":
+        return NotNeeded(f"the residual stream is {dtype}, whose range holds it")
+    strict = [path for path, norm in (*stack.layer_norms, stack.final_norm) if type(norm).__module__.startswith("torch.")]
+    if strict:
+        return Refused(f"{strict[0]} is a torch norm, which wants its input in the dtype of its weight")
+    sharded = [path for path, layer in stack.layers if _casts_back(layer)]
+    if sharded:
+        return Refused(f"{sharded[0]}: FSDP casts the layer's input back; wrap with cast_forward_inputs=False")
+    return Needed(f"the residual stream is {'planned to be ' if planned and now != dtype else ''}float16: it overflows past 65,504")
+
+
+def symptom(trial: Trial) -> str | None:
+    """Non-finite logits, or logits farther from float32 than bfloat16's."""
+    logits = trial.logits()
+    bad = int((~logits.isfinite()).sum())
+    if bad:
+        return f"{bad} of {logits.numel()} logits are not finite"
+    error, bfloat16 = trial.error(logits), trial.error(trial.bfloat16)
+    return None if error < bfloat16 else f"relative error {error:.1e}, bfloat16 has {bfloat16:.1e}"
+
+
+def _casts_back(layer: object) -> bool:
+    state = getattr(layer, "_get_fsdp_state", None)
+    policy = getattr(state(), "_mp_policy", None) if callable(state) else None
+    return bool(policy and policy.param_dtype is not None and policy.cast_forward_inputs)
+
+
+def _overflowing(architecture: str) -> Case:
+    """Sixteen layers whose branches are finite in float16 and whose sum is not."""
+    scale = {"*.down_proj.weight": 1.5e3, "*.up_proj.weight": 50.0, "*.gate_proj.weight": 50.0}
+    if architecture in GEMMA:
+        return Case(architecture, "float16", fill={"*post_feedforward_layernorm.weight": 24000.0})
+    if architecture in FUSED:
+        scale = {"*.down_proj.weight": 1.5e3, "*.gate_up_proj.weight": 50.0}
+    if architecture in UNGATED:
+        del scale["*.gate_proj.weight"]
+    return Case(architecture, "float16", scale=scale, config={"num_hidden_layers": 16})
+
+
+PATCH = Patch(
+    title="Residual stream in float32, branches in float16",
+    architectures=(*GEMMA, *GATED, *FUSED, *UNGATED),
+    condition=condition,
+    edits=(
+        edits.cast_input(select.first_layer(), to="float32"),
+        edits.cast_input(select.branches(), to="weights"),
+        edits.cast_output(select.final_norm(), to="weights"),
+    ),
+    effect="equivalent",
+    tolerance=4e-3,
+    symptom=symptom,
+    repros=tuple(_overflowing(name) for name in (*GEMMA, *GATED, *FUSED, *UNGATED)),
+    leaves_alone=(
+        Case("gemma3_text", dtype="bfloat16"),
+        Case("gemma3_text", dtype="float32", autocast="float16"),
+    ),
+    refuses={
+        "gemma3n_text": "gates and AltUp read the raw stream; run it in bfloat16",
+        "gemma4_text": "per-layer inputs and gates read the raw stream; run it in bfloat16",
+        "olmo2": POST_NORM,
+        "olmo3": POST_NORM,
+        "exaone4": POST_NORM,
+    },
+    suggests="stock alternatives: bfloat16 weights, or float32 weights under float16 autocast",
+)
