@@ -44,7 +44,22 @@ _HOMES = {
     "plan": "hfpatch.patching.plan",
 }
 
-__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Applied",
+    "ModelInfo",
+    "Plan",
+    "Status",
+    "__version__",
+    "apply",
+    "embed_tokens",
+    "errors",
+    "explain",
+    "inspect",
+    "list_patches",
+    "plan",
+    "revert",
+    "status",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,9 @@ def _named(survey: Survey) -> Iterable[str]:
 def _counts(module: nn.Module) -> bool:
     """Whether a module outside all submodels is the user's: not a wrapper of a tool package."""
     home = type(module).__module__
-    is_layer = home.startswith("torch.nn.modules.") and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    is_layer = home.startswith("torch.nn.modules.") and not isinstance(
+        module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    )
     return is_layer or not f"{home}.".startswith((*TOOL_PACKAGES, "transformers."))
 
 

@@ -75,7 +75,9 @@ def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] |
 
 def _is_block(module: nn.Module) -> bool:
     children = list(module.children())
-    return any(is_norm(c) for c in children) and any(not is_norm(c) and any(True for _ in c.parameters()) for c in children)
+    return any(is_norm(c) for c in children) and any(
+        not is_norm(c) and any(True for _ in c.parameters()) for c in children
+    )
 
 
 def stream_dtype(survey: Survey, submodel: Submodel, found: Stack) -> torch.dtype | None:

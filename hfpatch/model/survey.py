@@ -12,7 +12,14 @@ from transformers import PreTrainedModel
 
 from hfpatch.errors import NotAModelError
 
-TOOL_PACKAGES = ("peft.", "accelerate.", "bitsandbytes.", "torch.", "transformers.integrations.", "transformers.quantizers.")
+TOOL_PACKAGES = (
+    "peft.",
+    "accelerate.",
+    "bitsandbytes.",
+    "torch.",
+    "transformers.integrations.",
+    "transformers.quantizers.",
+)
 """Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
 
 
@@ -72,7 +79,9 @@ class Survey:
         for path, module in self.modules.items():
             if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
                 continue
-            if stock_class(module) is None and any(isinstance(m, PreTrainedModel) for m in module.modules() if m is not module):
+            if stock_class(module) is None and any(
+                isinstance(m, PreTrainedModel) for m in module.modules() if m is not module
+            ):
                 continue  # somebody's own composite: what it holds are the submodels
             model_type = getattr(module.config, "model_type", "")
             if not any(_inside(path, s.path) and s.architecture == model_type for s in found):
@@ -129,4 +138,4 @@ def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
 
 
 def _inside(path: str, outer: str) -> bool:
-    return outer == "" or path == outer or path.startswith(f"{outer}.")
+    return outer in ("", path) or path.startswith(f"{outer}.")

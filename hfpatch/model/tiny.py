@@ -53,7 +53,7 @@ def tiny_config(architecture: str, **overrides: Any) -> Any:
     """
     if architecture not in CONFIG_MAPPING:
         raise InputError(f"architecture {architecture!r}: this transformers knows no such model_type")
-    cls = CONFIG_MAPPING[architecture]
+    cls: Any = CONFIG_MAPPING[architecture]
     if "text_config" in cls.sub_configs:
         have = cls()
         return cls(
@@ -100,7 +100,10 @@ def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, flo
     """
     names = dict(model.named_parameters())
     with torch.no_grad():
-        for pattern, change in [*((p, ("mul_", v)) for p, v in scale.items()), *((p, ("fill_", v)) for p, v in fill.items())]:
+        for pattern, change in [
+            *((p, ("mul_", v)) for p, v in scale.items()),
+            *((p, ("fill_", v)) for p, v in fill.items()),
+        ]:
             hits = fnmatch.filter(names, pattern)
             if not hits:
                 raise InputError(f"no parameter of {type(model).__name__} matches {pattern!r}")

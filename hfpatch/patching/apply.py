@@ -111,7 +111,13 @@ class Status:
             "model": self.model,
             "patches": list(self.patches),
             "edits": [
-                {"path": p, "patch": r.patch, "slot": r.slot, "before": show(r.before), "after": show(r.after)}
+                {
+                    "path": p,
+                    "patch": r.patch,
+                    "slot": r.slot,
+                    "before": show(r.before),
+                    "after": show(r.after),
+                }
                 for p, r in self.records
             ],
         }
@@ -263,9 +269,9 @@ def _undo_all(model: nn.Module, application: str | None) -> None:
     if any(r.slot.endswith(" dtype") for _, _, r in log) and (reason := compiled_already(Survey(model))):
         raise RevertError(f"cannot take the hooks off now: {reason}")
     changed = [
-        f"{path or 'the model'}: {r.slot} is {show(module.__dict__.get(r.slot, ABSENT))}, hfpatch had set it to {show(r.after)}"
+        f"{path or 'the model'}: {r.slot} is {show(now)}, hfpatch had set it to {show(r.after)}"
         for path, module, r in log
-        if not r.slot.endswith(" dtype") and module.__dict__.get(r.slot, ABSENT) != r.after
+        if not r.slot.endswith(" dtype") and (now := module.__dict__.get(r.slot, ABSENT)) != r.after
     ]
     if changed:
         raise RevertError(f"changed by someone else since, so not put back: {changed[0]}; set it back first")

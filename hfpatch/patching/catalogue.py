@@ -31,10 +31,19 @@ class Catalogue(Sequence[Entry]):
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"patches": [e.to_dict() for e in self.entries]}
+
     def sheet(self) -> Sheet:
         """As a table."""
         rows = tuple((e.id, e.effect, f"{e.patch.title}\n({_serves(e)})") for e in self.entries)
-        return Sheet(f"{len(rows)} patches", ("patch", "effect", "what it does (architectures)"), rows, wide=("what it does (architectures)",))
+        return Sheet(
+            f"{len(rows)} patches",
+            ("patch", "effect", "what it does (architectures)"),
+            rows,
+            wide=("what it does (architectures)",),
+        )
 
     def __str__(self) -> str:
         return self.sheet().to_text()
@@ -63,8 +72,14 @@ class Explanation:
         entry, patch = self.entry, self.entry.patch
         rows: list[tuple[str, str]] = [
             ("serves", _serves(entry)),
-            ("effect", entry.effect + (f", within {patch.tolerance:g} of float32" if patch.tolerance else "")),
-            ("transformers", patch.transformers + (f", not needed from {patch.fixed_in}" if patch.fixed_in else "")),
+            (
+                "effect",
+                entry.effect + (f", within {patch.tolerance:g} of float32" if patch.tolerance else ""),
+            ),
+            (
+                "transformers",
+                patch.transformers + (f", not needed from {patch.fixed_in}" if patch.fixed_in else ""),
+            ),
         ]
         rows += [("refuses", f"{name}: {reason}") for name, reason in patch.refuses.items()]
         rows += [("option", f"{name} (default {default!r})") for name, default in patch.options.items()]

@@ -7,13 +7,14 @@ import hashlib
 import inspect
 import textwrap
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
-from torch import nn
-
+from hfpatch.patching.context import Context
 from hfpatch.patching.language import Upstream
 
 
+@cache
 def digest(function: Any) -> str:
     """Twelve hex digits that name a function's body: annotations, docstring and decorators do not count.
 
@@ -37,14 +38,12 @@ def digest(function: Any) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
-def drifted(upstream: Iterable[Upstream], modules: Iterable[nn.Module]) -> list[str]:
-    """Names of the upstream functions that these modules would run and whose bodies are not known ones."""
-    classes = {f"{c.__module__}:{c.__qualname__}": c for m in {type(m) for m in modules} for c in m.__mro__}
-    changed: list[str] = []
+def drifted(upstream: Iterable[Upstream], context: Context) -> dict[str, str]:
+    """Methods these modules would run whose bodies are not known ones: qualified name -> digest."""
+    changed: dict[str, str] = {}
     for item in upstream:
-        owner, _, method = item.name.rpartition(".")
-        if owner in classes and digest(getattr(classes[owner], method)) not in item.known:
-            changed.append(item.name)
-    return changed
-
-
+        for cls in {type(t.module) for t in item.where.targets(context)}:
+            method: Any = getattr(cls, item.method)
+            if (found := digest(method)) not in item.known:
+                changed[f"{cls.__module__}.{cls.__qualname__}.{item.method}"] = found
+    return dict(sorted(changed.items()))

@@ -1,3 +1,5 @@
+# hooks are found and taken off by identity, which torch's handles cannot do on a deepcopy
+# pyright: reportPrivateUsage=false
 """The closed set of invertible edits. A patch file names them; only the engine carries them out.
 
     set_attribute   a module's attribute takes another value
@@ -20,7 +22,6 @@ from hfpatch.patching.context import Context, Target
 from hfpatch.patching.select import Selection
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 RECORDS = "_hfpatch"
@@ -100,7 +101,10 @@ class Template:
 
 
 def set_attribute(
-    where: Selection, name: str | Callable[[Context, Target], str], value: Callable[[Context, Target], Any], text: str
+    where: Selection,
+    name: str | Callable[[Context, Target], str],
+    value: Callable[[Context, Target], Any],
+    text: str,
 ) -> Template:
     """Give an attribute of each module another value.
 
@@ -115,12 +119,24 @@ def set_attribute(
 
 def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast the stream tensor that goes into each module: to float32, or to the dtype of the module's weights."""
-    return Template("cast_input", where, lambda c, t: _cast("input", t, c, to), lambda _c, _t: "input dtype", f"cast input to {to}")
+    return Template(
+        "cast_input",
+        where,
+        lambda c, t: _cast("input", t, c, to),
+        lambda _c, _t: "input dtype",
+        f"cast input to {to}",
+    )
 
 
 def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast what comes out of each module: to float32, or to the dtype of the module's weights."""
-    return Template("cast_output", where, lambda c, t: _cast("output", t, c, to), lambda _c, _t: "output dtype", f"cast output to {to}")
+    return Template(
+        "cast_output",
+        where,
+        lambda c, t: _cast("output", t, c, to),
+        lambda _c, _t: "output dtype",
+        f"cast output to {to}",
+    )
 
 
 def _cast(side: Literal["input", "output"], target: Target, context: Context, to: str) -> Any:
@@ -174,7 +190,12 @@ def _restore(module: nn.Module, record: Record) -> None:
     if record.slot == "input dtype":
         _unhook(record.after, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     elif record.slot == "output dtype":
-        _unhook(record.after, module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+        _unhook(
+            record.after,
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )
     elif record.before is ABSENT:
         module.__dict__.pop(record.slot, None)
     else:

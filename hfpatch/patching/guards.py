@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
-
 from hfpatch.model.survey import Survey
 from hfpatch.patching import registry
-from hfpatch.patching.drift import digest, drifted
+from hfpatch.patching.context import Context
+from hfpatch.patching.drift import drifted
 from hfpatch.patching.language import Needed, Refused
 from hfpatch.patching.registry import Entry
 
@@ -23,7 +21,7 @@ def compiled_already(survey: Survey) -> str | None:
     """
     if not survey.compiled:
         return None
-    import torch._dynamo.eval_frame as eval_frame
+    from torch._dynamo import eval_frame
 
     entries: Any = getattr(eval_frame, "_debug_get_cache_entry_list", None)
     for cls in {type(m) for path in survey.compiled for _, m in survey.below(path)}:
@@ -40,37 +38,24 @@ def compiled_already(survey: Survey) -> str | None:
     return None
 
 
-def drift_verdict(entry: Entry, architecture: str, modules: list[nn.Module]) -> Needed | Refused | None:
+def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
     """None where every upstream body is a known one; else what the patch's own repro says of the changed ones."""
-    changed = drifted(entry.patch.upstream, modules)
+    changed = drifted(entry.patch.upstream, context)
     if not changed:
         return None
-    functions = tuple(sorted(changed))
-    healed = _still_cures(entry.id, architecture, tuple(_digest_of(name) for name in functions))
-    names = ", ".join(n.partition(":")[2] for n in functions)
-    if healed is None:
+    architecture = context.submodel.architecture if context.submodel else ""
+    failure = _repro_fails(entry.id, architecture, tuple(changed.items()))
+    names = ", ".join(changed)
+    if failure is None:
         return Needed(f"warning: {names} changed upstream; the patch's repro was run here and is cured")
-    return Refused(f"{names} changed upstream and the patch's repro is not cured any more: {healed}")
+    return Refused(f"{names} changed upstream, and the patch's repro is not cured any more: {failure}")
 
 
 @lru_cache(maxsize=32)
-def _still_cures(patch_id: str, architecture: str, _digests: tuple[str, ...]) -> str | None:
-    from hfpatch.patching.verify import try_repro
+def _repro_fails(patch_id: str, architecture: str, _bodies: tuple[tuple[str, str], ...]) -> str | None:
+    from hfpatch.patching.verify import try_case
 
     entry = registry.get(patch_id)
     cases = [c for c in entry.patch.repros if c.architecture == architecture]
-    for case in cases or entry.patch.repros:
-        result = try_repro(entry, case)
-        if not result.passed:
-            return result.text
-    return None
-
-
-def _digest_of(name: str) -> str:
-    module_name, _, qualified = name.partition(":")
-    import importlib
-
-    found: Any = importlib.import_module(module_name)
-    for part in qualified.split("."):
-        found = getattr(found, part)
-    return digest(inspect.unwrap(found))
+    results = (try_case(entry, case, "repro") for case in cases or entry.patch.repros)
+    return next((r.text for r in results if not r.passed), None)

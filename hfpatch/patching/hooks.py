@@ -39,12 +39,10 @@ class DtypeRule:
         return dtype if dtype.is_floating_point else self.dtype
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") if self.weight is None else "dtype of its weights"
+        return str(self.dtype).removeprefix("torch.") if self.weight is None else "that of its weights"
 
 
-def dtype_rule(
-    to: str, module: nn.Module, compute: torch.dtype | None, stream: torch.dtype | None
-) -> DtypeRule:
+def dtype_rule(to: str, module: nn.Module, compute: torch.dtype | None, stream: torch.dtype | None) -> DtypeRule:
     """The rule for a module: `float32`, or `weights` to follow a layer that has the module's usual dtype.
 
     Where the weights are in another dtype than the model computes in (norms kept in float32), the

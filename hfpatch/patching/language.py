@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
     from hfpatch.patching.edits import Template
+    from hfpatch.patching.select import Selection
     from hfpatch.patching.trial import Trial
 
 Effect = Literal["exact", "equivalent", "prepares", "changes-function", "reinitialises", "adds-parameters"]
@@ -57,19 +58,26 @@ Verdict = Needed | NotNeeded | Refused
 
 @dataclass(frozen=True)
 class Upstream:
-    """A function of another package that the patch leans on.
+    """A method of other packages' classes that the patch leans on.
 
     Args:
-        name: `package.module:Class.method`.
+        where: The modules whose classes are meant.
         known: Digests (`hfpatch.patching.drift.digest`) of the bodies the patch was proved against.
+        method: The method's name.
     """
 
-    name: str
+    where: Selection
     known: tuple[str, ...]
+    method: str = "forward"
 
     def __post_init__(self) -> None:
-        if ":" not in self.name or not self.known:
-            raise ValueError(f"Upstream({self.name!r}): want 'package.module:Class.method' and known digests")
+        if not self.known:
+            raise ValueError(
+                f"Upstream({self.where}): known is empty; give the digests of the bodies it was proved against"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.method} of {self.where}"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Decision:
             groups.setdefault((e.slot, show(e.before), show(e.after)), []).append(e.path)
         parts: list[str] = []
         for (slot, before, after), paths in groups.items():
-            change = f"{slot} {after}" if before == "-" else f"{slot} {before} -> {after}"
+            change = f"{slot} -> {after}" if before == "-" else f"{slot} {before} -> {after}"
             parts.append(f"{len(paths)} x {change}: {_example(paths)}")
         return "\n".join(parts)
 
@@ -117,7 +117,13 @@ def sheet(title: str, decisions: Iterable[Decision], notes: Sequence[str] = ()) 
         text = "\n".join(t for t in (d.what if d.decided in ("applied", "opt-in") else "", d.reason, d.hint) if t)
         where = f"{d.patch}\n  {d.submodel}" if d.submodel else d.patch
         rows.append((where, d.decided, d.effect or "-", text))
-    return Sheet(title, ("patch", "decision", "effect", "what changes, and why"), tuple(rows), tuple(notes), wide=("what changes, and why",))
+    return Sheet(
+        title,
+        ("patch", "decision", "effect", "what changes, and why"),
+        tuple(rows),
+        tuple(notes),
+        wide=("what changes, and why",),
+    )
 
 
 def plan(
@@ -152,9 +158,9 @@ def plan(
 
     survey = Survey(model, added_modules)
     entries = registry.entries()
-    wanted = _ids(only)
-    asked = wanted | {i for i in _ids(include, SUGGESTED)} if wanted is not None else _ids(include, SUGGESTED)
-    excluded = _ids(exclude) or set()
+    wanted = None if only is None else _ids(only)
+    asked = _ids(include) | (wanted or set())
+    excluded = _ids(exclude)
     chosen_options = _options(entries, options)
     decisions: list[Decision] = []
     for entry in entries.values():
@@ -166,7 +172,7 @@ def plan(
         settings = {**entry.patch.options, **chosen_options.get(entry.id, {})}
         decisions.extend(_decide(entry, survey, as_dtype(compute_dtype), settings))
     everything = SUGGESTED in _names(include)
-    decided = tuple(_ask(d, d.patch in (asked or ()) or everything) for d in decisions)
+    decided = tuple(_ask(d, d.patch in asked or everything) for d in decisions)
     _check_asked(decided, wanted)
     _check_conflicts(decided)
     unloaded = any(p.is_meta for p in survey.root.parameters())
@@ -187,10 +193,8 @@ def _names(given: Names) -> list[str]:
     return [] if given is None else [given] if isinstance(given, str) else list(given)
 
 
-def _ids(given: Names, *keywords: str) -> Any:
-    if given is None:
-        return set() if keywords else None
-    return {i for name in _names(given) if name not in keywords for i in registry.match(name)}
+def _ids(given: Names) -> set[str]:
+    return {patch_id for name in _names(given) if name != SUGGESTED for patch_id in registry.match(name)}
 
 
 def _options(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
@@ -244,7 +248,9 @@ def _decide(
         context = Context(survey, submodel, compute_dtype, options)
         out.extend(_decide_one(entry, context, trusted))
     known = [s for s in survey.submodels if s.architecture in patch.refuses]
-    out.extend(Decision(entry.id, s.path, "refused", f"{s.architecture}: {patch.refuses[s.architecture]}") for s in known)
+    out.extend(
+        Decision(entry.id, s.path, "refused", f"{s.architecture}: {patch.refuses[s.architecture]}") for s in known
+    )
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         out.append(Decision(entry.id, None, "refused", f"does not serve {have}; serves {_listed(patch.architectures)}"))
@@ -278,23 +284,30 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
             grouped.setdefault(_effect(entry, context, edit), []).append(edit)
     if not grouped:
         return [Decision(entry.id, path, "not needed", f"already applied ({done} edits)", already=done)]
-    modules = [e.module for edits in grouped.values() for e in edits]
     hooks = any(e.slot.endswith(" dtype") for edits in grouped.values() for e in edits)
     if hooks and (reason := compiled_already(context.survey)):
         return [Decision(entry.id, path, "refused", reason)]
-    drift = None if trusted else drift_verdict(entry, context.submodel.architecture if context.submodel else "", modules)
+    drift = None if trusted else drift_verdict(entry, context)
     if isinstance(drift, Refused):
         return [Decision(entry.id, path, "refused", drift.reason)]
     reason = verdict.reason if drift is None else f"{verdict.reason}; {drift.reason}"
     return [
-        Decision(entry.id, path, "applied" if effect in UNASKED else "opt-in", reason, effect, tuple(edits), patch.suggests)
+        Decision(
+            entry.id,
+            path,
+            "applied" if effect in UNASKED else "opt-in",
+            reason,
+            effect,
+            tuple(edits),
+            patch.suggests,
+        )
         for effect, edits in grouped.items()
     ]
 
 
 def _effect(entry: Entry, context: Context, edit: Edit) -> Effect:
     effect = entry.patch.effect
-    return effect if isinstance(effect, str) else effect(context, Target(edit.path, edit.module))
+    return effect(context, Target(edit.path, edit.module)) if callable(effect) else effect
 
 
 def _ask(decision: Decision, asked: bool) -> Decision:
@@ -343,7 +356,9 @@ def _version_refusal(entry: Entry) -> Decision | None:
     if entry.patch.fixed_in is not None and have >= Version(entry.patch.fixed_in):
         return Decision("", None, "not needed", f"transformers {have} has this fixed (since {entry.patch.fixed_in})")
     if not SpecifierSet(entry.patch.transformers).contains(have, prereleases=True):
-        return Decision("", None, "refused", f"written for transformers {entry.patch.transformers}; installed is {have}")
+        return Decision(
+            "", None, "refused", f"written for transformers {entry.patch.transformers}; installed is {have}"
+        )
     return None
 
 

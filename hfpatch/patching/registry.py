@@ -68,7 +68,7 @@ class Entry:
             "repros": [str(case) for case in self.patch.repros],
             "leaves_alone": [str(case) for case in self.patch.leaves_alone],
             "edits": [str(edit) for edit in self.patch.edits],
-            "upstream": [up.name for up in self.patch.upstream],
+            "upstream": [str(up) for up in self.patch.upstream],
             "sections": self.sections,
         }
 
@@ -166,13 +166,18 @@ def _files(package: str, folder: Path) -> Iterator[tuple[str, Path]]:
 def _load(module_name: str, file: Path, patch_id: str) -> Entry:
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001  a patch file may raise anything; the others must still load
+    except Exception as error:
         sys.modules.pop(module_name, None)
         raise PatchFileError(f"{_where(error, file)}: {type(error).__name__}: {_first_line(error)}") from error
     patch = getattr(module, "PATCH", None)
     if not isinstance(patch, Patch):
         raise PatchFileError(f"{file}:1: holds no PATCH = Patch(...)")
     return Entry(patch_id, patch, file, _sections(inspect.getdoc(module) or "", file))
+
+
+def _reflow(text: str) -> str:
+    """One line a paragraph, for whoever folds it to a width."""
+    return "\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
 
 
 def _where(error: BaseException, file: Path) -> str:
@@ -191,7 +196,7 @@ def _sections(doc: str, file: Path) -> dict[str, str]:
     sections = {"": parts[0].strip()}
     for part in parts[1:]:
         heading, _, text = part.partition("\n")
-        sections[heading.strip()] = text.strip()
+        sections[heading.strip()] = _reflow(text)
     got = tuple(h for h in sections if h)
     if got != HEADINGS:
         raise PatchFileError(f"{file}:1: docstring headings are {got}, want {HEADINGS}")

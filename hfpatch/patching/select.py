@@ -34,14 +34,19 @@ class Selection:
 
     def where(self, keep: Callable[[Context, Target], bool], description: str) -> Selection:
         """Only those for which `keep` holds."""
-        return replace(
-            self,
-            description=f"{self.description} {description}",
-            find=lambda context: (t for t in self.find(context) if keep(context, t)),
-        )
+
+        def find(context: Context) -> Iterable[Target]:
+            return (t for t in self.find(context) if keep(context, t))
+
+        return replace(self, description=f"{self.description} {description}", find=find)
 
     def __str__(self) -> str:
         return self.description
+
+
+def layers() -> Selection:
+    """The decoder layers."""
+    return Selection("the decoder layers", lambda c: _targets(c.stack.layers if c.stack else ()))
 
 
 def first_layer() -> Selection:
@@ -90,11 +95,7 @@ def root() -> Selection:
 
 def _holder(context: Context, path: str) -> str | None:
     """Path of the innermost submodel a module lies in; None outside all of them."""
-    holders = [
-        s.path
-        for s in context.survey.submodels
-        if s.path == "" or path.startswith(f"{s.path}.")
-    ]
+    holders = [s.path for s in context.survey.submodels if s.path == "" or path.startswith(f"{s.path}.")]
     return max(holders, key=len) if holders else None
 
 

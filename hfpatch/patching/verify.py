@@ -1,10 +1,12 @@
+# torch swaps a module's weights through `_parameters` only
+# pyright: reportPrivateUsage=false
 """Proof: a patch's own cases, and one model on one batch, before and after, against float32."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +37,25 @@ class CaseResult:
     text: str
 
 
+def prove_patch(entry: Entry) -> list[CaseResult]:
+    """Run every case of a patch."""
+    cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
+    return [try_case(entry, case, kind) for case, kind in cases]
+
+
 def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
     """Run one case: a `repro` must show the symptom and lose it, a `left alone` case must not be patched."""
     try:
         return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
-    except (HfpatchError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, StopIteration) as error:
+    except (
+        HfpatchError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        StopIteration,
+    ) as error:
         return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
 
 
@@ -105,7 +121,11 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {"reference": asdict(self.reference), "rows": [asdict(r) for r in self.rows], "notes": list(self.notes)}
+        return {
+            "reference": asdict(self.reference),
+            "rows": [asdict(r) for r in self.rows],
+            "notes": list(self.notes),
+        }
 
     def sheet(self) -> Sheet:
         """As a table."""
@@ -159,7 +179,7 @@ def prove(applied: Applied, batch: Mapping[str, Any]) -> Proof:
 
 
 @contextlib.contextmanager
-def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def weights_as(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
     """Run a model as if its weights were in another dtype, one module at a time.
 
     Each module's own floating-point weights are cast while its forward runs and dropped after, so the extra
@@ -189,7 +209,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _suspended(applied: Applied) -> Iterator[None]:
+def _suspended(applied: Applied) -> Generator[None]:
     """The model as it was before the application; afterwards the same edits again."""
     decisions = applied.plan.of("applied")
     applied.revert()
@@ -202,7 +222,7 @@ def _suspended(applied: Applied) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Generator[None]:
     flags = [(m, m.training) for m in model.modules()]
     for module, _ in flags:
         module.training = False

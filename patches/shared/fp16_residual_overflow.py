@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfpatch.patching import edits, select
-from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, Verdict
+from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, Upstream, Verdict
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
@@ -47,6 +47,16 @@ GATED = (
 FUSED = ("phi3", "glm")
 UNGATED = ("arcee", "apertus")
 
+LAYER_BODIES = (  # transformers 5.17, then 5.24
+    "8730c8be1de9", "85f10e34a98f",  # sandwich norms (Gemma 2 and 3)
+    "f634ba73a07f", "3c942e335901",  # pre-norm (Llama and most)
+    "ad4117f0a24d", "eee40f368455", "18ce8c997897", "f3524e68748a",  # parallel branches (Cohere)
+    "626b6a0f6852", "a1a7045af43e",  # scaled branches (Granite)
+    "3ef3bf3931a2", "7e405834c751",  # dropped-out branches (Phi-3)
+    "9392474cc48a", "b248046644b1",  # renamed norms (Apertus)
+)  # fmt: skip
+NORM_BODIES = ("7a85307ddc1d", "715bd3b9e51a", "85b2b02a8d29", "66de34439d41", "b03e6cdc86b3")
+
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
 
 
@@ -59,13 +69,16 @@ def condition(context: Context) -> Verdict:
     dtype = now if planned is None else str(planned).removeprefix("torch.")
     if dtype != "float16":
         return NotNeeded(f"the residual stream is {dtype}, whose range holds it")
-    strict = [path for path, norm in (*stack.layer_norms, stack.final_norm) if type(norm).__module__.startswith("torch.")]
+    strict = [
+        path for path, norm in (*stack.layer_norms, stack.final_norm) if type(norm).__module__.startswith("torch.")
+    ]
     if strict:
         return Refused(f"{strict[0]} is a torch norm, which wants its input in the dtype of its weight")
     sharded = [path for path, layer in stack.layers if _casts_back(layer)]
     if sharded:
         return Refused(f"{sharded[0]}: FSDP casts the layer's input back; wrap with cast_forward_inputs=False")
-    return Needed(f"the residual stream is {'planned to be ' if planned and now != dtype else ''}float16: it overflows past 65,504")
+    is_now = "is" if now == dtype else f"is {now} and planned to be"
+    return Needed(f"the residual stream {is_now} float16: it overflows past 65,504")
 
 
 def symptom(trial: Trial) -> str | None:
@@ -107,6 +120,10 @@ PATCH = Patch(
     ),
     effect="equivalent",
     tolerance=4e-3,
+    upstream=(
+        Upstream(select.layers(), LAYER_BODIES),
+        Upstream(select.layer_norms(), NORM_BODIES),
+    ),
     symptom=symptom,
     repros=tuple(_overflowing(name) for name in (*GEMMA, *GATED, *FUSED, *UNGATED)),
     leaves_alone=(

@@ -16,7 +16,7 @@ import shutil
 import time
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from filelock import FileLock
@@ -63,9 +63,10 @@ def checkpoint(name: Name) -> Path:
 def _convert(name: Name, work: Path) -> None:
     """Write `work/checkpoint`."""
     gguf, out = _gguf(name, work), work / "checkpoint"
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    pair = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
     )
+    loaded, info = cast("tuple[Any, dict[str, set[str]]]", pair)
     if absent := info["missing_keys"]:  # from_pretrained would leave these at random values
         raise RuntimeError(f"{gguf.name} holds no tensor for {', '.join(sorted(absent))}.")
     config = copy.deepcopy(loaded.config)

@@ -1,0 +1,40 @@
+# Everything runs in .venv; VENV=... uses another.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: demo test test-real lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/hfpatch demo
+
+test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real"
+
+test-real: $(VENV)/.installed-real
+	$(BIN)/python tests/real/weights.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m real tests/real
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-real: $(VENV)/.installed-test requirements-real.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-real.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,40 @@
+"""The command line: one file per verb. Help, `list` and `explain` import no torch.
+
+Exit codes: 0 fine; 1 a verification failed; 2 bad input, said in one sentence.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hfpatch.cli import demo, explain, inspect, listing, plan, verify
+from hfpatch.errors import HfpatchError
+
+app = typer.Typer(
+    name="hfpatch",
+    help="Declarative, reversible, proved patches for loaded Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
+app.command("list")(listing.list_patches)
+app.command("explain")(explain.explain)
+app.command("verify")(verify.verify)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Run the command line; what hfpatch raises becomes one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except HfpatchError as error:
+        print(f"hfpatch: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader went away (`hfpatch list | head`)
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,5 @@
+"""`python -m hfpatch.cli`."""
+
+from hfpatch.cli import main
+
+main()

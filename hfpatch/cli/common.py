@@ -1,0 +1,40 @@
+"""What the verbs share: their common arguments, and the quiet that a report needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="A hub name, a local directory, or a config.json.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the model code that the checkpoint brings along.")
+]
+
+
+def show(thing: Any, as_json: bool) -> None:
+    """Print a result as it prints itself, or its `to_dict()`."""
+    print(json.dumps(thing.to_dict(), indent=2) if as_json else thing)
+
+
+def broken_patch_files() -> bool:
+    """Name each patch file that does not load, on stderr; whether there was one."""
+    from hfpatch.patching import registry
+
+    warnings.simplefilter("ignore")  # the sentences below say the same
+    errors = registry.broken()
+    for error in errors.values():
+        print(f"hfpatch: {error}", file=sys.stderr)
+    return bool(errors)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own notices out of the report."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,42 @@
+"""`hfpatch demo`: the main job on an embedded model."""
+
+from __future__ import annotations
+
+from hfpatch.cli.common import Json, quiet_transformers
+
+
+def demo(json: Json = False) -> None:
+    """Rescue a tiny Gemma 3 whose float16 residual stream overflows: plan, apply, verify, revert. No download.
+
+    JSON: `{"plan": ..., "proof": ..., "status_after_revert": ...}`.
+    """
+    quiet_transformers()
+    import torch
+
+    from hfpatch.model.tiny import rescale, tiny_model
+    from hfpatch.patching.apply import apply, status
+    from hfpatch.patching.plan import plan
+
+    torch.set_num_threads(1)
+    model = tiny_model("gemma3_text")
+    rescale(model, {}, {"*post_feedforward_layernorm.weight": 24000.0})
+    model = model.half()
+    batch = {"input_ids": (torch.arange(48).reshape(2, 24) * 7 + 3) % 64}
+    made = plan(model)
+    fix = apply(model, verbose=not json)
+    proof = fix.verify(batch)
+    fix.revert()
+    after = status(model)
+    if json:
+        import json as jsonlib
+
+        figures = {"plan": made.to_dict(), "proof": proof.to_dict(), "status_after_revert": after.to_dict()}
+        print(jsonlib.dumps(figures, indent=2))
+        return
+    print("A tiny random Gemma 3 in float16, scaled so that its residual stream passes 65,504.\n")
+    for step, shown in (
+        ("plan(model)", made),
+        ("fix.verify(batch)", proof),
+        ("fix.revert(); status(model)", after),
+    ):
+        print(f">>> {step}\n{shown}\n")

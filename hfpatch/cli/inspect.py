@@ -1,0 +1,23 @@
+"""`hfpatch inspect`: what is this model. Needs no weights."""
+
+from __future__ import annotations
+
+import json as jsonlib
+
+from hfpatch.cli.common import Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers
+
+
+def inspect(model: Model, json: Json = False, trust_remote_code: TrustRemoteCode = False) -> None:
+    """Show architecture, submodels, embedding, norms and their eps, attention, hazards, and what would be patched.
+
+    JSON: the keys of `ModelInfo.to_dict()`, and `plan` as `hfpatch plan --json` prints it.
+    """
+    quiet_transformers()
+    broken_patch_files()
+    from hfpatch.model.inspect import describe
+    from hfpatch.model.source import build_on_meta, load_config
+    from hfpatch.patching.plan import plan
+
+    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
+    info, made = describe(built), plan(built)
+    print(jsonlib.dumps({**info.to_dict(), "plan": made.to_dict()}, indent=2) if json else f"{info}\n\n{made}")

@@ -1,0 +1,30 @@
+"""`hfpatch plan`: what each patch would do to this model. Needs no weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hfpatch.cli.common import Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers, show
+
+Ids = list[str] | None
+
+
+def plan(
+    model: Model,
+    only: Annotated[Ids, typer.Option(help="Consider this patch only (id or glob; may be repeated).")] = None,
+    include: Annotated[Ids, typer.Option(help="Apply this opt-in patch too; 'suggested' for all.")] = None,
+    exclude: Annotated[Ids, typer.Option(help="Leave this patch out.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="Plan for this dtype, e.g. float16.")] = None,
+    json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show what each patch would do to a model: applied, not needed, opt-in or refused, and why."""
+    quiet_transformers()
+    broken_patch_files()
+    from hfpatch.model.source import build_on_meta, load_config
+    from hfpatch.patching.plan import plan as decide
+
+    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
+    show(decide(built, only=only, include=include, exclude=exclude, compute_dtype=compute_dtype), json)
