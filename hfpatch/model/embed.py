@@ -44,7 +44,7 @@ def resolve(survey: Survey, wanted: str | None = None) -> tuple[Submodel, nn.Mod
     if not candidates:
         held = ", ".join(s.place for s in survey.submodels) or f"{type(survey.root).__name__}, no transformers model"
         raise NoEmbeddingError(f"no token embedding here: found {held}; only a language model has one")
-    distinct = {id(e): (s, e) for s, e in reversed(candidates)}  # outermost submodel of each embedding
+    distinct = {id(e): (s, e) for s, e in candidates}  # the innermost submodel of each embedding
     if len(distinct) > 1:  # an encoder-decoder beside an LLM (a speech encoder) is not the LLM
         decoders = {k: v for k, v in distinct.items() if not getattr(v[0].model.config, "is_encoder_decoder", False)}
         distinct = decoders if len(decoders) == 1 else distinct

@@ -1,0 +1,70 @@
+"""Sizes no model has: caught before a config class or a model class spends time and memory on them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hfpatch.errors import InputError
+
+LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"(^|_)(layers|depths?|blocks|stages|cycles|loops)$|(^|_)n_layer$"), 10_000),
+    (re.compile(r"(experts|codebooks|quantizers)$"), 100_000),
+    (re.compile(r"size|dim|vocab|channels|d_model|d_ff|positions?(_|$)|embeddings|^n_(embd|ctx|inner)$"), 100_000_000),
+    (re.compile(r"^(n|num)_"), 1_000_000),
+)
+"""(config keys, largest value): the first that matches counts. Layers and the like are built one by one,
+`num_labels` becomes a dictionary; a size alone costs nothing on meta, but overflows."""
+
+_AT_LEAST = {"vocab_size": 1, "num_hidden_layers": 0}
+"""Values below these build without an error and make a model of nothing."""
+
+_SIZES = re.compile(r"(_size|_dim|_layers|_heads|_experts|d_model|n_embd|n_head|n_layer)$")
+
+
+def check_sizes(values: Mapping[str, Any], name: str) -> None:
+    """Refuse a config, or a sub-config in it, that asks for absurd sizes.
+
+    Raises:
+        InputError: Names the key and its value.
+    """
+    for path, key, value in _numbers(values):
+        if value < _AT_LEAST.get(key, -math.inf):
+            raise InputError(f"{name}: {path} is {value:,}; want at least {_AT_LEAST[key]}, correct the config")
+        most = next((limit for keys, limit in LIMITS if keys.search(key)), math.inf)
+        if value > most:
+            raise InputError(
+                f"{name}: {path} is {value:,}, more than any model has (limit {most:,}); not built, correct the config"
+            )
+
+
+def suspects(values: Mapping[str, Any], error: BaseException) -> Iterator[tuple[str, Any]]:
+    """Fields that may be why a class raised `error`: sizes below 1, and the text that a table has no entry for."""
+    for path, key, value in _leaves(values):
+        if isinstance(value, str):
+            if isinstance(error, KeyError) and error.args == (value,):
+                yield path, value
+        elif value < 1 and _SIZES.search(key):
+            yield path, value
+
+
+def _numbers(values: Any) -> Iterator[tuple[str, str, float]]:
+    return ((path, key, value) for path, key, value in _leaves(values) if not isinstance(value, str))
+
+
+def _leaves(value: Any, path: str = "", key: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
+    """Every number and text in a config, its sub-configs and lists: (dotted path, key, value)."""
+    if isinstance(value, (int, float, str)):
+        if not isinstance(value, bool):
+            yield path, key, value
+    elif depth > 32:
+        return
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _leaves(item, path, key, depth + 1)
+    elif isinstance(value, Mapping) or hasattr(value, "model_type"):
+        for name, item in list((value if isinstance(value, Mapping) else vars(value)).items()):
+            if item is not None:
+                yield from _leaves(item, f"{path}.{name}" if path else str(name), str(name), depth + 1)

@@ -1,0 +1,245 @@
+"""Names, options, decisions, conflicts, drift, all or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hfpatch.model.tiny import SpeechLLM
+from hfpatch.patching import edits, guards, registry
+from torch import nn
+
+import hfpatch
+from hfpatch.errors import ApplyError, ConflictError, InputError, NotAModelError, RefusedError, RevertError, UnknownPatchError
+from tests.fingerprint import fingerprint
+
+
+def decision(made: hfpatch.Plan, patch: str) -> Any:
+    return next(d for d in made.decisions if d.patch == patch)
+
+
+@pytest.mark.parametrize("given", [None, 3, "gpt2", {"model": 1}, nn.Module])
+def test_what_is_no_model_is_refused(given: object) -> None:
+    with pytest.raises(NotAModelError, match="want a torch module"):
+        hfpatch.apply(given)
+
+
+@pytest.mark.parametrize("word", ["only", "include", "exclude"])
+def test_a_name_that_matches_nothing_lists_near_ones(word: str, gemma: Any) -> None:
+    before = fingerprint(gemma)
+    with pytest.raises(UnknownPatchError, match="did you mean fp16-residual-overflow"):
+        hfpatch.apply(gemma, **{word: "fp16-residual"})
+    assert fingerprint(gemma) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"eps-aligment": {}}, "did you mean eps-alignment"),
+        ({"eps-alignment": {"backbon": 1}}, "has no option 'backbon'; it has: backbone, modules"),
+        ({"fp16-residual-overflow": {"x": 1}}, "it has: none"),
+    ],
+)
+def test_unknown_options(options: Any, word: str, gemma: Any) -> None:
+    with pytest.raises(InputError, match=word):
+        hfpatch.plan(gemma, options=options)
+
+
+@pytest.mark.parametrize("dtype", ["float17", "int8", 16])
+def test_what_is_no_dtype(dtype: Any, gemma: Any) -> None:
+    with pytest.raises(InputError, match="want a floating-point dtype"):
+        hfpatch.plan(gemma, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp16", torch.float16])
+def test_compute_dtype_plans_for_what_is_not_yet(dtype: Any, tiny: Any) -> None:
+    made = hfpatch.plan(tiny("llama"), compute_dtype=dtype)
+    found = decision(made, "fp16-residual-overflow")
+    assert found.decided == "applied"
+    assert "float32 and planned to be float16" in found.reason
+
+
+def test_bf16_and_fp32_are_left_alone_and_the_alternatives_named(tiny: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert decision(hfpatch.plan(tiny("gemma3_text").to(dtype)), "fp16-residual-overflow").decided == "not needed"
+    mixed = tiny("gemma3_text").half()
+    mixed.model.embed_tokens.bfloat16()
+    found = decision(hfpatch.plan(mixed), "fp16-residual-overflow")
+    assert (found.decided, "float32" in found.reason) == ("not needed", True)
+    applied = decision(hfpatch.plan(tiny("gemma3_text").half()), "fp16-residual-overflow")
+    assert "bfloat16 weights, or float32 weights under float16 autocast" in applied.hint
+
+
+def test_asked_for_and_refused_raises(tiny: Any) -> None:
+    with pytest.raises(RefusedError, match="does not serve gpt2"):
+        hfpatch.apply(tiny("gpt2").half(), only="fp16-residual-overflow")
+    assert decision(hfpatch.plan(tiny("gpt2").half()), "fp16-residual-overflow").decided == "refused"
+
+
+@pytest.mark.parametrize("architecture", ["olmo2", "olmo3", "exaone4", "gemma3n_text", "gemma4_text"])
+def test_refused_by_name_with_the_reason(architecture: str) -> None:
+    reason = registry.get("fp16-residual-overflow").patch.refuses[architecture]
+    assert "raw stream" in reason
+
+
+def test_exclude(gemma: Any) -> None:
+    made = hfpatch.plan(gemma, exclude="fp16-*")
+    assert decision(made, "fp16-residual-overflow").reason == "left out by exclude="
+    assert made.edits == ()
+
+
+def test_trained_norms_are_opt_in_with_the_line_to_type(tiny: Any) -> None:
+    model = SpeechLLM(tiny("llama"))
+    with torch.no_grad():
+        model.ln_speech.bias.add_(0.5)
+    found = decision(hfpatch.plan(model), "eps-alignment")
+    assert (found.decided, found.effect) == ("opt-in", "changes-function")
+    assert found.hint == 'hfpatch.apply(model, include=["eps-alignment"])'
+    for words in ({"include": "suggested"}, {"include": ["eps-*"]}, {"only": "eps-alignment"}):
+        with hfpatch.apply(model, verbose=False, **words):
+            assert model.ln_speech.eps == 1e-6
+        assert model.ln_speech.eps == 1e-4
+
+
+def test_prints_two_to_four_lines_on_stderr(gemma: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    fix = hfpatch.apply(gemma)
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert 2 <= len(out.err.splitlines()) <= 4
+    assert "fp16-residual-overflow applied (equivalent): 10 edits" in out.err
+    fix.revert()
+    hfpatch.apply(gemma, verbose=False).revert()
+    monkeypatch.setenv("RANK", "1")
+    hfpatch.apply(gemma)
+    assert capsys.readouterr().err == ""
+
+
+def test_two_values_for_one_slot_are_a_conflict_found_in_the_plan(tiny: Any, monkeypatch: Any) -> None:
+    model = SpeechLLM(tiny("llama"))
+    first = registry.get("eps-alignment")
+    rival = replace(
+        first,
+        id="rival",
+        patch=replace(first.patch, edits=(replace(first.patch.edits[0], value=lambda _c, _t: 1e-3),)),
+    )
+    found = {first.id: first, "rival": rival}
+    monkeypatch.setattr(registry, "_discover", lambda: (found, {}))
+    before = fingerprint(model)
+    with pytest.raises(ConflictError, match="rival wants eps of 'ln_speech' to be 0.001, eps-alignment wants 1e-06"):
+        hfpatch.apply(model)
+    assert fingerprint(model) == before
+    hfpatch.apply(model, only=first.id, verbose=False)
+    wanting = replace(rival, patch=replace(rival.patch, condition=lambda _c: first.patch.condition.__globals__["Needed"]("x")))
+    wanting = replace(wanting, patch=replace(wanting.patch, edits=(replace(rival.patch.edits[0], where=first.patch.condition.__globals__["NORMS"]),)))
+    found["rival"] = wanting
+    with pytest.raises(ConflictError, match="rival wants eps"):
+        hfpatch.apply(model, only="rival")
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, 9])
+def test_a_failure_at_edit_k_undoes_those_before(k: int, gemma: Any, monkeypatch: Any) -> None:
+    before, real, calls = fingerprint(gemma), edits._write, []
+
+    def failing(module: nn.Module, slot: str, value: Any) -> None:
+        calls.append(slot)
+        if len(calls) == k + 1:
+            raise RuntimeError("no room")
+        real(module, slot, value)
+
+    monkeypatch.setattr(edits, "_write", failing)
+    with pytest.raises(ApplyError, match=r"fp16-residual-overflow: .* of 'model.*no room.*everything was put back"):
+        hfpatch.apply(gemma)
+    assert len(calls) == k + 1
+    assert fingerprint(gemma) == before
+
+
+def test_what_someone_else_changed_since_is_not_overwritten(tiny: Any) -> None:
+    model = SpeechLLM(tiny("llama"))
+    fix = hfpatch.apply(model, verbose=False)
+    model.ln_speech.eps = 1e-3
+    with pytest.raises(RevertError, match="ln_speech: eps is 0.001, hfpatch had set it to 1e-06"):
+        fix.revert()
+    model.ln_speech.eps = 1e-6
+    fix.revert()
+    assert model.ln_speech.eps == 1e-4
+
+
+def test_other_peoples_hooks_survive(gemma: Any) -> None:
+    def theirs(*_: Any) -> None: ...
+
+    gemma.model.layers[0].register_forward_pre_hook(theirs)
+    fix = hfpatch.apply(gemma, verbose=False)
+    gemma.model.layers[0].mlp.register_forward_hook(theirs)
+    fix.revert()
+    assert list(gemma.model.layers[0]._forward_pre_hooks.values()) == [theirs]
+    assert list(gemma.model.layers[0].mlp._forward_hooks.values()) == [theirs]
+
+
+def test_another_model_of_the_class_and_config_does_not_change(tiny: Any, ids: torch.Tensor) -> None:
+    one = tiny("llama").half()
+    other = type(one)(one.config).half()
+    assert other.config is one.config
+    before = fingerprint(other)
+    hfpatch.apply(one, verbose=False)
+    assert fingerprint(other) == before
+
+
+@pytest.fixture
+def fresh_drift() -> Any:
+    guards._repro_fails.cache_clear()
+    yield
+    guards._repro_fails.cache_clear()
+
+
+def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(gemma: Any, monkeypatch: Any, fresh_drift: Any) -> None:
+    norm = type(gemma.model.norm)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scaled = self._norm(wide) * (1.0 + self.weight.float())
+        return scaled.to(x.dtype)
+
+    monkeypatch.setattr(norm, "forward", forward)
+    found = decision(hfpatch.plan(gemma), "fp16-residual-overflow")
+    assert found.decided == "applied"
+    assert "warning: " in found.reason
+    assert "Gemma3RMSNorm.forward changed upstream" in found.reason
+
+
+def test_a_changed_body_that_the_repro_does_not_survive_is_refused(gemma: Any, monkeypatch: Any, fresh_drift: Any) -> None:
+    norm = type(gemma.model.norm)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.half()
+        return (self._norm(x.float()) * (1.0 + self.weight.float())).to(x.dtype)
+
+    monkeypatch.setattr(norm, "forward", forward)
+    found = decision(hfpatch.plan(gemma), "fp16-residual-overflow")
+    assert found.decided == "refused"
+    assert "is not cured any more" in found.reason
+
+
+def test_versions(gemma: Any, monkeypatch: Any) -> None:
+    entry = registry.get("fp16-residual-overflow")
+    for change, decided, word in (
+        ({"transformers": ">=6"}, "refused", "written for transformers >=6"),
+        ({"fixed_in": "5.17"}, "not needed", "has this fixed"),
+    ):
+        changed = replace(entry, patch=replace(entry.patch, **change))
+        monkeypatch.setattr(registry, "_discover", lambda e=changed: ({e.id: e}, {}))
+        found = decision(hfpatch.plan(gemma), entry.id)
+        assert (found.decided, word in found.reason) == (decided, True)
+
+
+def test_plan_and_applied_print_as_text_and_html(gemma: Any) -> None:
+    made = hfpatch.plan(gemma)
+    fix = hfpatch.apply(gemma, verbose=False)
+    for shown in (str(made), str(fix), made._repr_html_(), fix._repr_html_()):
+        assert "fp16-residual-overflow" in shown
+        assert "model.layers.*.mlp" in shown
+    assert max(len(line) for line in made.sheet().to_text(80).splitlines()) <= 80
+    assert made.to_dict()["decisions"][2]["edits"][0] == {
+        "path": "model.layers.0", "slot": "input dtype", "before": "-", "after": "float32"
+    }  # fmt: skip

@@ -1,0 +1,121 @@
+"""Discovery: ours, a broken file, other packages' entry points; and imports that listing must not make."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import hfpatch
+from hfpatch import patches
+from hfpatch.errors import PatchFileError, UnknownPatchError
+from hfpatch.patching import registry
+
+CARD = {"eps-alignment", "embed-token-resolver", "fp16-residual-overflow"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `patches/` folder of our own, searched after the real one."""
+    monkeypatch.setattr(patches, "__path__", [*patches.__path__, str(tmp_path)])
+    registry._discover.cache_clear()
+    yield tmp_path
+    registry._discover.cache_clear()
+    for name in [n for n in sys.modules if n.startswith("hfpatch.patches.") and "broken" in n]:
+        del sys.modules[name]
+
+
+GOOD = (Path(patches.__path__[0]) / "shared" / "eps_alignment.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line", "word"),
+    [
+        ("broken_syntax", "PATCH = (\n", 1, "SyntaxError"),
+        ("broken_name", '"""Doc."""\n\nPATCH = nothing_of_that_name\n', 3, "NameError"),
+        ("broken_empty", '"""Doc."""\n', 1, "no PATCH"),
+        ("broken_headings", GOOD.replace("## Numerics", "## Numbers"), 1, "headings"),
+        ("broken_effect", GOOD.replace("effect=effect", 'effect="harmless"'), None, "harmless"),
+        ("broken_cases", GOOD.replace("repros=(", "repros=() and ("), None, "at least one repro"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line_and_the_others_load(
+    folder: Path, name: str, text: str, line: int | None, word: str
+) -> None:
+    (folder / f"{name}.py").write_text(text)
+    with pytest.warns(UserWarning, match=word):
+        assert set(registry.entries()) >= CARD
+    with pytest.raises(PatchFileError, match=rf"{name}\.py:{line or '[0-9]+'}: ?.*{word}"):
+        hfpatch.explain(name.replace("_", "-"))
+
+
+def test_an_id_that_is_taken_is_an_error(folder: Path) -> None:
+    (folder / "eps_alignment.py").write_text(GOOD)
+    assert "eps-alignment" in registry._discover()[0]
+    assert "taken by" in str(registry.broken()["eps-alignment"])
+
+
+def test_unknown_names_list_near_ones() -> None:
+    with pytest.raises(UnknownPatchError, match="did you mean eps-alignment"):
+        hfpatch.explain("eps-aligment")
+    with pytest.raises(UnknownPatchError, match="there are: "):
+        registry.match("zzz*")
+
+
+def test_list_by_architecture() -> None:
+    assert {e.id for e in hfpatch.list_patches("llama")} == CARD
+    assert {e.id for e in hfpatch.list_patches("t5")} == CARD - {"fp16-residual-overflow"}
+    assert [e.id for e in hfpatch.list_patches()] == sorted(registry.entries())
+
+
+def test_another_package_brings_a_patch_by_entry_point(tmp_path: Path) -> None:
+    """A real distribution on the path of a real process: package and module form."""
+    package = tmp_path / "otherpkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "foreign_eps.py").write_text(GOOD)
+    (tmp_path / "lonely_patch.py").write_text(GOOD)
+    info = tmp_path / "otherpkg-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: otherpkg\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hfpatch.patches]\na = otherpkg\nb = lonely_patch\nc = not_there\n")
+    script = f"""
+        import sys, warnings
+        sys.path.insert(0, {str(tmp_path)!r})
+        warnings.simplefilter("ignore")
+        import hfpatch
+        print([e.id for e in hfpatch.list_patches()])
+        assert not {{"torch", "transformers", "peft"}} & set(sys.modules), "listing imported torch"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "'foreign-eps'" in done.stdout
+    assert "'lonely-patch'" in done.stdout
+
+
+def test_patch_files_write_to_nothing() -> None:
+    """Only the engine writes: no assignment to an attribute, no setattr, no register_ in a patch file."""
+    import ast
+
+    for entry in registry.entries().values():
+        tree = ast.parse(entry.file.read_text())
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            assert not any(isinstance(t, ast.Attribute) for t in targets), entry.file
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                assert not name.startswith(("setattr", "register_")), entry.file
+        assert len(entry.file.read_text().splitlines()) <= 200, entry.file
+
+
+def test_public_face() -> None:
+    import types
+
+    for name in hfpatch.__all__:
+        assert getattr(hfpatch, name) is not None
+    packages = {p.stem for p in Path(hfpatch.__file__).parent.iterdir()}
+    functions = {n for n in hfpatch.__all__ if isinstance(getattr(hfpatch, n), types.FunctionType)}
+    assert not packages & functions
