@@ -125,10 +125,14 @@ def _bare(argument: str) -> str:
 
 def _commit() -> str:
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + (", with changes" if git("status", "--porcelain", "hfpatch", "patches") else "")
+        return git("rev-parse", "--short", "HEAD") + (
+            ", with changes" if git("status", "--porcelain", "hfpatch", "patches") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown (no git here)"
 

@@ -132,14 +132,21 @@ class _Config:
 def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape:
     config = copy.deepcopy(carried.config)
     if shallow:
-        for part in (config, *(getattr(config, k, None) for k in config.sub_configs)):
-            _cut(part)
+        cut_layers(config)
     try:
         with torch.device("meta"):
             built = cls(config)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError):
         return frozenset()  # a cut config its class rejects: the full one decides
     return frozenset((_generic(p), _class_name(m)) for p, m in built.named_modules())
+
+
+def cut_layers(config: PreTrainedConfig) -> None:
+    """Shorten a deep config in place, sub-configs too, to the fewest layers that show each kind of layer."""
+    _cut(config)
+    for key in config.sub_configs:
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
+            cut_layers(part)
 
 
 def _cut(config: Any) -> None:

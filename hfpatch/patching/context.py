@@ -57,10 +57,15 @@ class Context:
 
     @cached_property
     def feeds(self) -> str | None:
-        """Path of the one language model that added modules outside all submodels feed; None if not one."""
+        """Path of the language model that added modules outside all submodels feed; None if it cannot be told.
+
+        It is the one with a token embedding, unless the option `backbone` names another.
+        """
         from hfpatch.errors import NoEmbeddingError
         from hfpatch.model.embed import resolve
 
+        if self.options.get("backbone") is not None:
+            return str(self.options["backbone"])
         try:
             return resolve(self.survey)[0].path
         except NoEmbeddingError:

@@ -255,8 +255,8 @@ def _decide(
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         out.append(Decision(entry.id, None, "refused", f"does not serve {have}; serves {_listed(patch.architectures)}"))
     # Of several submodels, those it has nothing to do with are not worth a row each.
-    telling = [d for d in out if d.decided != "not needed"]
-    return telling or out[:1]
+    telling = {(d.decided, d.reason, d.edits): d for d in out if d.decided != "not needed"}
+    return list(telling.values()) or out[:1]
 
 
 def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]:

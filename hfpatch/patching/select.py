@@ -79,13 +79,22 @@ def added_norms() -> Selection:
 
         home = context.submodel.path if context.submodel else ""
         for path, module in context.added.items():
-            if not is_norm(module):
-                continue
-            holder = _holder(context, path)
-            if holder == home or (holder is None and context.feeds == home):
+            if is_norm(module) and home == (context.feeds if (holder := _holder(context, path)) is None else holder):
                 yield Target(path, module)
 
     return Selection("added norms", find)
+
+
+def loose_norms() -> Selection:
+    """Added norms that lie in no submodel."""
+
+    def find(context: Context) -> Iterable[Target]:
+        from hfpatch.model.norms import is_norm
+
+        loose = ((p, m) for p, m in context.added.items() if is_norm(m) and _holder(context, p) is None)
+        return _targets(loose)
+
+    return Selection("added norms outside all submodels", find)
 
 
 def root() -> Selection:

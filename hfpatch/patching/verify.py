@@ -236,7 +236,7 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     try:
         output = model(**inputs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InputError(f"the batch does not fit {type(model).__name__}: {error}") from error
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if logits is None and isinstance(output, Mapping):

@@ -60,10 +60,9 @@ def misaligned(context: Context, target: Target) -> bool:
 
 def condition(context: Context) -> Verdict:
     """Needed where this submodel is the backbone of an added norm with another eps."""
-    backbone = context.options["backbone"]
-    home = context.submodel.path if context.submodel else ""
-    if backbone is not None and backbone != home:
-        return NotNeeded(f"another backbone was named: {backbone}")
+    paths = [s.path for s in context.survey.submodels]
+    if context.feeds not in paths and select.loose_norms().count(context):
+        return Refused(f"which backbone the added norms feed cannot be told: set the option backbone to one of {paths}")
     added = NORMS.targets(context)
     if not added:
         return NotNeeded("no added norm feeds it; native norms keep the eps they came with")

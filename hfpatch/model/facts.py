@@ -1,0 +1,301 @@
+"""Facts about a model that are not its norms: embeddings, heads, attention, what is wrapped around it, hazards."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfpatch.model.embed import find_embedding
+from hfpatch.model.roles import Stack, stream_dtype, weights_dtype
+from hfpatch.model.source import kept_in_float32
+from hfpatch.model.survey import Submodel, Survey
+
+_SCALES = ("embedding_multiplier", "scale_emb", "embed_scale", "normalizer")
+_SWITCHES = ("mup_enabled", "rescale_embeddings")
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "DDP",
+    "torch.nn.parallel.data_parallel.DataParallel": "DataParallel",
+    "torch._dynamo.eval_frame.OptimizedModule": "torch.compile",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP",
+    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "FSDP2",
+    "peft.peft_model.PeftModel": "PEFT",
+}
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A token embedding. `scale` multiplies what the table holds; `scale_at` says where: `module: <attribute>`
+    (calling the module gives scaled embeddings), `model: <attribute or formula>` (the model scales what the
+    module gives), or `none`."""
+
+    submodel: str
+    path: str
+    cls: str
+    vocabulary: int | None
+    width: int | None
+    scale: float | None
+    scale_at: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: submodel, path, class, vocabulary, width, scale, scale_at."""
+        return _renamed(vars(self))
+
+
+@dataclass(frozen=True)
+class Head:
+    """An output layer, and whether its weight is the token embedding's."""
+
+    submodel: str
+    path: str
+    cls: str
+    tied: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: submodel, path, class, tied."""
+        return _renamed(vars(self))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one config: its path from the submodel's config ("" for that itself), the class it
+    belongs to, the implementation set, those the class accepts, and a note on what it refuses."""
+
+    path: str
+    config: str
+    cls: str
+    implementation: str
+    accepts: tuple[str, ...]
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: path, config, class, implementation, accepts, note."""
+        return {**_renamed(vars(self)), "accepts": list(self.accepts)}
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """Something around the model or a part of it: PEFT, DDP, DataParallel, torch.compile, FSDP, FSDP2."""
+
+    kind: str
+    path: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: kind, path."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT adapter: its name, its type (LORA, ...) and whether it is active."""
+
+    name: str
+    kind: str
+    active: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: name, kind, active."""
+        return dict(vars(self))
+
+
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    return {"class" if k == "cls" else k: v for k, v in values.items()}
+
+
+def embeddings(survey: Survey) -> tuple[Embedding, ...]:
+    """Each distinct token embedding, of the outermost submodel that has it."""
+    found: dict[int, Embedding] = {}
+    for submodel in survey.submodels:
+        module = find_embedding(submodel.model)
+        if module is None or id(module) in found or id(module) not in survey.paths:
+            continue
+        path = survey.path(module)
+        scale, where = _scale(module, survey.modules[path.rpartition(".")[0]], submodel)
+        weight = getattr(module, "weight", None)
+        shape: tuple[Any, ...] = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
+        rows, width = shape if len(shape) == 2 else (None, None)
+        found[id(module)] = Embedding(submodel.path, path, type(module).__name__, rows, width, scale, where)
+    return tuple(found.values())
+
+
+def _scale(embedding: nn.Module, owner: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
+    for module in embedding.modules():
+        # On meta the buffer has no value, but the class keeps the number beside it.
+        for name in ("scalar_embed_scale", "embed_scale"):
+            if (value := _number(getattr(module, name, None))) is not None:
+                return value, "module: embed_scale"
+    config: Any = getattr(owner, "config", submodel.model.config)
+    code = inspect.unwrap(type(owner).forward).__code__
+    used = set(code.co_names)
+    for switch in used.intersection(_SWITCHES):
+        if not getattr(owner, switch, getattr(config, switch, True)):
+            return None, "none"
+    width = getattr(config, "hidden_size", None)
+    for name in _SCALES:
+        if name in used:
+            value = _number(getattr(owner, name, getattr(config, name, None)))
+            if value is None and name == "normalizer" and width:
+                value = float(width) ** 0.5
+            if value is not None:
+                return value, f"model: {name}"
+    if "hidden_size" in used and 0.5 in code.co_consts and width:
+        return float(width) ** 0.5, "model: hidden_size**0.5"
+    return None, "none"
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return None if value.is_meta or value.numel() != 1 else float(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def heads(survey: Survey) -> tuple[Head, ...]:
+    """Each distinct output layer over the vocabulary."""
+    found: dict[int, Head] = {}
+    for submodel in survey.submodels:
+        getter: Any = type(submodel.model).get_output_embeddings
+        try:
+            head = getter(submodel.model)
+        except (NotImplementedError, AttributeError, TypeError):
+            continue
+        if isinstance(head, nn.Module) and id(head) not in found and id(head) in survey.paths:
+            tied = _same_weight(head, find_embedding(submodel.model))
+            found[id(head)] = Head(submodel.path, survey.path(head), type(head).__name__, tied)
+    return tuple(found.values())
+
+
+def _same_weight(head: nn.Module, embedding: nn.Module | None) -> bool:
+    mine, other = getattr(head, "weight", None), getattr(embedding, "weight", None)
+    if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    if mine is other:
+        return True
+    return not mine.is_meta and not other.is_meta and 0 != mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
+
+
+def attention(survey: Survey) -> tuple[Attention, ...]:
+    """The attention of each config in the model, in module order."""
+    found: dict[int, Attention] = {}
+    for path, model in survey.modules.items():
+        if not isinstance(model, PreTrainedModel) or id(model.config) in found:
+            continue
+        root = next((s for s in survey.submodels if path == s.path or s.path == "" or path.startswith(f"{s.path}.")), None)
+        key = _key(root.model.config, model.config) if root is not None else None
+        implementation = str(getattr(model.config, "_attn_implementation", None) or "eager")
+        accepted = accepts(model)
+        note = ""
+        if "sdpa" not in accepted:
+            cap = getattr(model.config, "attn_logit_softcapping", None)
+            note = f"sdpa refused: scores are soft-capped at {cap:g}" if cap else "sdpa refused by the class"
+        found[id(model.config)] = Attention(path, key or "", type(model).__name__, implementation, accepted, note)
+    return tuple(found.values())
+
+
+def accepts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Implementations a model's class takes, by the flags that `set_attn_implementation` asks.
+
+    What a machine lacks (flash-attn) is not considered. A class refuses sdpa where it caps its scores
+    (Gemma 2), whatever the cap in the config.
+    """
+    flags: Any = model
+    out = ["eager"]
+    if flags._supports_sdpa:
+        out.append("sdpa")
+    if flags._supports_flash_attn:
+        out.extend(getattr(flags, "_compatible_flash_implementations", None) or ["flash_attention_2"])
+    if flags._supports_flex_attn:
+        out.append("flex_attention")
+    return tuple(out)
+
+
+def _key(root: PreTrainedConfig, wanted: PreTrainedConfig) -> str | None:
+    """Dotted key of a sub-config."""
+    if root is wanted:
+        return ""
+    for name, part in vars(root).items():
+        if isinstance(part, PreTrainedConfig) and (inner := _key(part, wanted)) is not None:
+            return f"{name}.{inner}" if inner else name
+    return None
+
+
+def wrappers(survey: Survey) -> tuple[Wrapper, ...]:
+    """What is wrapped around modules, outermost first; FSDP2 on every layer is named once, at the top."""
+    found: list[Wrapper] = []
+    for path, module in survey.modules.items():
+        kind = wrapper_kind(module)
+        if kind is not None and not (kind.startswith("FSDP") and any(w.kind == kind for w in found)):
+            found.append(Wrapper(kind, path))
+    if "torch._dynamo" in sys.modules:  # asking would import it: a second
+        known = {w.path for w in found if w.kind == "torch.compile"}
+        found.extend(Wrapper("torch.compile", path) for path in survey.compiled if path not in known)
+    return tuple(found)
+
+
+def wrapper_kind(module: nn.Module) -> str | None:
+    """What kind of wrapper a module is, told from its classes' names so that nothing is imported."""
+    for cls in type(module).__mro__:
+        if (kind := _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+            return kind
+    return None
+
+
+def core(root: nn.Module) -> nn.Module:
+    """The module inside all wrappers."""
+    while (kind := wrapper_kind(root)) not in (None, "FSDP2"):
+        inner: Any = root
+        if kind == "PEFT":
+            inner = inner.base_model
+            inner = inner.model if type(inner).__module__.startswith("peft.") else inner
+        else:
+            inner = inner._orig_mod if kind == "torch.compile" else inner.module
+        if not isinstance(inner, nn.Module):
+            break
+        root = inner
+    return root
+
+
+def adapters(survey: Survey) -> tuple[Adapter, ...]:
+    """PEFT adapters in the model, by `get_peft_model` or by `model.add_adapter`."""
+    found: dict[str, Adapter] = {}
+    for module in survey.modules.values():
+        given: Any = module
+        is_peft = wrapper_kind(module) == "PEFT"
+        if not is_peft and not getattr(module, "_hf_peft_config_loaded", False):
+            continue
+        active: Any = given.active_adapters if is_peft else given.active_adapters()
+        for name, config in given.peft_config.items():
+            kind: Any = getattr(config, "peft_type", "")
+            found.setdefault(name, Adapter(name, str(getattr(kind, "value", kind)), name in active))
+    return tuple(found.values())
+
+
+def hazards(survey: Survey, stacks: list[tuple[Submodel, Stack]], attentions: tuple[Attention, ...]) -> Iterator[str]:
+    """What can go wrong with this model as it stands, one sentence each."""
+    for submodel, stack in stacks:
+        decodes = find_embedding(submodel.model) is not None
+        if decodes and stream_dtype(survey, submodel, stack) == torch.float16:
+            yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
+    for row in attentions:
+        where = row.path or row.cls
+        if row.implementation not in row.accepts and row.implementation in ("sdpa", "flex_attention"):
+            yield f"{where}: attention is set to {row.implementation!r}, which {row.cls} refuses"
+        if row.implementation == "eager" and weights_dtype(survey.modules[row.path]) == torch.float16:
+            yield (
+                f"eager attention in float16 in {where}: the QK product can overflow, "
+                "left padding can give NaN at real tokens"
+            )
+    for submodel in survey.outermost_built:
+        for dtype in (torch.float16, torch.bfloat16):
+            kept = list(kept_in_float32(submodel.model, dtype))
+            if kept:
+                yield (
+                    f"{len(kept)} weights are {str(dtype).removeprefix('torch.')} that {type(submodel.model).__name__} "
+                    f"keeps in float32 (such as {kept[0]}): load with dtype= instead of casting"
+                )

@@ -1,0 +1,188 @@
+"""Case 04: the fp16 residual stream of Gemma 2 and 3 and of Llama shapes, bare and inside other models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hfpatch.model.tiny import SpeechLLM, rescale, tiny_model
+from torch import nn
+
+import hfpatch
+from hfpatch.patching.verify import weights_as
+from tests.conftest import OVERFLOWING
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((got.float() - exact).norm() / exact.norm()).item())
+
+
+def fix(model: nn.Module) -> hfpatch.Applied:
+    return hfpatch.apply(model, verbose=False, only="fp16-residual-overflow")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_case_04(attention: str, ids: torch.Tensor) -> None:
+    """Stock NaN; patched nearer to float32 than bfloat16 and than the clamp that public advice offers."""
+    master = tiny_model("gemma3_text")
+    rescale(master, {}, OVERFLOWING)
+    master.set_attn_implementation(attention)
+    clamped, bfloat16 = copy.deepcopy(master).half(), copy.deepcopy(master).bfloat16()
+    for layer in clamped.model.layers:
+        layer.register_forward_hook(lambda _m, _a, out: out.nan_to_num(posinf=65504, neginf=-65504).clamp(-65504, 65504))
+    model = copy.deepcopy(master).half()
+    with torch.no_grad():
+        exact = master(input_ids=ids).logits
+        assert not model(input_ids=ids).logits.isfinite().all()
+        fix(model)
+        mine = error(model(input_ids=ids).logits, exact)
+        assert mine < error(bfloat16(input_ids=ids).logits, exact) / 4
+        assert mine < error(clamped(input_ids=ids).logits, exact) / 10
+
+
+def test_the_stream_is_float32_and_nothing_else(gemma: Any, ids: torch.Tensor) -> None:
+    """Branches, rotary tables, masks, the cache and last_hidden_state keep the compute dtype."""
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            tensors = [*args, *kwargs.values(), *(out if isinstance(out, tuple) else (out,))]
+            flat = [t for v in tensors for t in (v if isinstance(v, tuple) else (v,)) if isinstance(t, torch.Tensor)]
+            seen.setdefault(name, set()).update(t.dtype for t in flat if t.is_floating_point())
+
+        return hook
+
+    fix(gemma)
+    for layer in gemma.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(watch("q_proj"), with_kwargs=True)
+        layer.self_attn.register_forward_hook(watch("attention"), with_kwargs=True)
+        layer.mlp.register_forward_hook(watch("mlp"), with_kwargs=True)
+        layer.input_layernorm.register_forward_hook(watch("norm"), with_kwargs=True)
+    with torch.no_grad():
+        out = gemma.model(input_ids=ids, use_cache=True)
+    assert seen == {
+        "q_proj": {torch.float16},
+        "attention": {torch.float16},
+        "mlp": {torch.float16},
+        "norm": {torch.float32},
+    }
+    assert out.last_hidden_state.dtype == torch.float16
+    assert out[1].layers[0].keys.dtype == torch.float16
+
+
+def test_inside_a_vision_language_model(tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny("gemma3")
+    rescale(model, {}, OVERFLOWING)
+    exact = model(input_ids=ids).logits.detach()
+    half = model.half()
+    with torch.no_grad():
+        assert not half(input_ids=ids).logits.isfinite().all()
+        applied = fix(half)
+        assert {e.path.partition(".layers")[0] for e in applied.edits if "layers" in e.path} == {"model.language_model"}
+        assert error(half(input_ids=ids).logits, exact) < 4e-3
+
+
+def test_inside_a_hand_written_composite(tiny: Any, ids: torch.Tensor) -> None:
+    llm = tiny("gemma3_text")
+    rescale(llm, {}, OVERFLOWING)
+    model, features = SpeechLLM(llm), torch.randn(2, 5, 24)
+    exact = model(ids, features).logits.detach()
+    half = model.half()
+    with torch.no_grad():
+        assert not half(ids, features.half()).logits.isfinite().all()
+        hfpatch.apply(half, verbose=False, exclude="eps-alignment")
+        assert error(half(ids, features.half()).logits, exact) < 4e-3
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens_equal_float32s(cache: str, gemma: Any, ids: torch.Tensor) -> None:
+    words = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache if cache == "static" else None}
+    exact = copy.deepcopy(gemma).float().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **words)
+    fix(gemma)
+    assert torch.equal(gemma.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **words), exact)
+
+
+def test_left_padding(gemma: Any, ids: torch.Tensor) -> None:
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    exact = copy.deepcopy(gemma).float()
+    gemma.set_attn_implementation("sdpa")
+    exact.set_attn_implementation("sdpa")
+    fix(gemma)
+    with torch.no_grad():
+        got, want = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (gemma, exact))
+    assert error(got, want) < 4e-3
+
+
+def test_gradients_are_near_float32s(gemma: Any, ids: torch.Tensor) -> None:
+    exact = copy.deepcopy(gemma).float()
+    exact(input_ids=ids, labels=ids).loss.backward()
+    fix(gemma)
+    (gemma(input_ids=ids, labels=ids).loss * 128).backward()
+    for (name, mine), theirs in zip(gemma.named_parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert mine.grad.dtype == torch.float16
+    mine, theirs = (
+        torch.cat([p.grad.float().flatten() / s for p in m.model.layers[-1].mlp.parameters()])
+        for m, s in ((gemma, 128), (exact, 1))
+    )
+    assert error(mine, theirs) < 0.02
+
+
+def test_norms_kept_in_float32(tiny: Any, ids: torch.Tensor) -> None:
+    """Case 18: stock Llama raises with float32 norms in a float16 model; the patch casts at the right edges."""
+    model = tiny("llama").half()
+    exact = copy.deepcopy(model).float()(input_ids=ids).logits.detach()
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.float()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(input_ids=ids)
+    fix(model)
+    with torch.no_grad():
+        assert error(model(input_ids=ids).logits, exact) < 4e-3
+
+
+def test_verify(gemma: Any, ids: torch.Tensor) -> None:
+    """Figures equal those of separate models; the model is left patched, in its mode, with its weights."""
+    before = {n: p.data_ptr() for n, p in gemma.named_parameters()}
+    gemma.train()
+    gemma.model.layers[0].mlp.eval()
+    fixed = fix(gemma)
+    proof = fixed.verify({"input_ids": ids})
+    assert (proof["before"].finite, proof["after"].finite) == (False, True)
+    assert proof["before"].loss != proof["before"].loss
+    assert proof["after"].kl < proof["bfloat16 weights"].kl / 10
+    assert proof["after"].top1 == 1
+    exact = copy.deepcopy(gemma).float()
+    hfpatch.revert(exact)
+    loss = exact.eval()(input_ids=ids, labels=ids).loss.item()
+    assert proof.reference.loss == pytest.approx(loss, rel=1e-5)
+    assert proof.reference.kl == 0
+    assert {n: p.data_ptr() for n, p in gemma.named_parameters()} == before
+    assert hfpatch.status(gemma).patches == ("fp16-residual-overflow",)
+    assert gemma.training
+    assert not gemma.model.layers[0].mlp.training
+    assert "before" in str(proof)
+    assert set(proof.to_dict()) == {"reference", "rows", "notes"}
+
+
+def test_verify_wants_something_to_compare(tiny: Any, gemma: Any, ids: torch.Tensor) -> None:
+    with pytest.raises(hfpatch.errors.InputError, match="nothing was applied"):
+        hfpatch.apply(tiny("llama"), verbose=False).verify({"input_ids": ids})
+    with pytest.raises(hfpatch.errors.InputError, match="the batch does not fit"):
+        fix(gemma).verify({"input_idz": ids})
+
+
+def test_weights_as_is_a_float32_copy_without_the_copy(tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny("gemma3_text").half()
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(input_ids=ids).logits
+        with weights_as(model, torch.float32):
+            assert torch.equal(model(input_ids=ids).logits, exact)
+        with pytest.raises(ZeroDivisionError), weights_as(model, torch.float32):
+            raise ZeroDivisionError
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert all(not m._forward_pre_hooks for m in model.modules())
