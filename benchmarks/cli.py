@@ -149,7 +149,11 @@ def run(command: Sequence[str]) -> Run:
 
 def write_config(folder: str) -> None:
     """The config.json of DeepSeek-V3, from transformers' own defaults."""
-    script = "import sys, transformers; transformers.DeepseekV3Config(architectures=['DeepseekV3ForCausalLM']).save_pretrained(sys.argv[1])"
+    script = (
+        "import sys, transformers\n"
+        "config = transformers.DeepseekV3Config(architectures=['DeepseekV3ForCausalLM'])\n"
+        "config.save_pretrained(sys.argv[1])"
+    )
     run(("-c", script, folder))
     if not (Path(folder) / "config.json").is_file():
         raise SystemExit("transformers wrote no config.json")

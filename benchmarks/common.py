@@ -81,8 +81,8 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if value == 0 or not math.isfinite(value):
-            return "0" if value == 0 else str(value)
+        if not value or not math.isfinite(value):
+            return "0" if not value else str(value)
         return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else f"{value:.1e}"
     return str(value).replace("|", "\\|")
 

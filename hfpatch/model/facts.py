@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.model.embed import find_embedding
-from hfpatch.model.roles import Stack, stream_dtype, weights_dtype
+from hfpatch.model.roles import Stack, weights_dtype
 from hfpatch.model.source import kept_in_float32
 from hfpatch.model.survey import Submodel, Survey
 
@@ -32,9 +32,11 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Embedding:
-    """A token embedding. `scale` multiplies what the table holds; `scale_at` says where: `module: <attribute>`
-    (calling the module gives scaled embeddings), `model: <attribute or formula>` (the model scales what the
-    module gives), or `none`."""
+    """A token embedding, and the factor on what its table holds.
+
+    `scale_at` is `module: <attribute>` (calling the module gives scaled embeddings), `model: <attribute
+    or formula>` (the model scales what the module gives), or `none`.
+    """
 
     submodel: str
     path: str
@@ -65,8 +67,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one config: its path from the submodel's config ("" for that itself), the class it
-    belongs to, the implementation set, those the class accepts, and a note on what it refuses."""
+    """Attention of one config, and of the first module that has it.
+
+    `config` is the config's key in its submodel's ("" for that itself), `implementation` what is set,
+    `accepts` what the class takes, `note` why it refuses sdpa.
+    """
 
     path: str
     config: str
@@ -109,6 +114,11 @@ def _renamed(values: dict[str, Any]) -> dict[str, Any]:
     return {"class" if k == "cls" else k: v for k, v in values.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def embeddings(survey: Survey) -> tuple[Embedding, ...]:
     """Each distinct token embedding, of the outermost submodel that has it."""
     found: dict[int, Embedding] = {}
@@ -117,7 +127,7 @@ def embeddings(survey: Survey) -> tuple[Embedding, ...]:
         if module is None or id(module) in found or id(module) not in survey.paths:
             continue
         path = survey.path(module)
-        scale, where = _scale(module, survey.modules[path.rpartition(".")[0]], submodel)
+        scale, where = _scale(survey, module, submodel)
         weight = getattr(module, "weight", None)
         shape: tuple[Any, ...] = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
         rows, width = shape if len(shape) == 2 else (None, None)
@@ -125,18 +135,28 @@ def embeddings(survey: Survey) -> tuple[Embedding, ...]:
     return tuple(found.values())
 
 
-def _scale(embedding: nn.Module, owner: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
+def _scale(survey: Survey, embedding: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
     for module in embedding.modules():
         # On meta the buffer has no value, but the class keeps the number beside it.
         for name in ("scalar_embed_scale", "embed_scale"):
             if (value := _number(getattr(module, name, None))) is not None:
                 return value, "module: embed_scale"
+    for owner in survey.modules.values():  # several where encoder and decoder share it
+        if any(child is embedding for child in owner.children()):
+            value, name = _applied(owner, submodel)
+            if value is not None:
+                return value, f"model: {name}"
+    return None, "none"
+
+
+def _applied(owner: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
+    """The factor that a module's forward puts on its embeddings, told from the names its code uses."""
     config: Any = getattr(owner, "config", submodel.model.config)
     code = inspect.unwrap(type(owner).forward).__code__
     used = set(code.co_names)
     for switch in used.intersection(_SWITCHES):
         if not getattr(owner, switch, getattr(config, switch, True)):
-            return None, "none"
+            return None, ""
     width = getattr(config, "hidden_size", None)
     for name in _SCALES:
         if name in used:
@@ -144,10 +164,10 @@ def _scale(embedding: nn.Module, owner: nn.Module, submodel: Submodel) -> tuple[
             if value is None and name == "normalizer" and width:
                 value = float(width) ** 0.5
             if value is not None:
-                return value, f"model: {name}"
+                return value, name
     if "hidden_size" in used and 0.5 in code.co_consts and width:
-        return float(width) ** 0.5, "model: hidden_size**0.5"
-    return None, "none"
+        return float(width) ** 0.5, "hidden_size**0.5"
+    return None, ""
 
 
 def _number(value: Any) -> float | None:
@@ -177,7 +197,8 @@ def _same_weight(head: nn.Module, embedding: nn.Module | None) -> bool:
         return False
     if mine is other:
         return True
-    return not mine.is_meta and not other.is_meta and 0 != mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
+    loaded = not mine.is_meta and not other.is_meta and mine.data_ptr() != 0
+    return loaded and mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
 
 
 def attention(survey: Survey) -> tuple[Attention, ...]:
@@ -186,8 +207,8 @@ def attention(survey: Survey) -> tuple[Attention, ...]:
     for path, model in survey.modules.items():
         if not isinstance(model, PreTrainedModel) or id(model.config) in found:
             continue
-        root = next((s for s in survey.submodels if path == s.path or s.path == "" or path.startswith(f"{s.path}.")), None)
-        key = _key(root.model.config, model.config) if root is not None else None
+        home = next((s for s in survey.submodels if s.path in ("", path) or path.startswith(f"{s.path}.")), None)
+        key = _key(home.model.config, model.config) if home is not None else None
         implementation = str(getattr(model.config, "_attn_implementation", None) or "eager")
         accepted = accepts(model)
         note = ""
@@ -267,7 +288,7 @@ def adapters(survey: Survey) -> tuple[Adapter, ...]:
     for module in survey.modules.values():
         given: Any = module
         is_peft = wrapper_kind(module) == "PEFT"
-        if not is_peft and not getattr(module, "_hf_peft_config_loaded", False):
+        if not is_peft and not (isinstance(module, PreTrainedModel) and vars(module).get("_hf_peft_config_loaded")):
             continue
         active: Any = given.active_adapters if is_peft else given.active_adapters()
         for name, config in given.peft_config.items():
@@ -276,11 +297,22 @@ def adapters(survey: Survey) -> tuple[Adapter, ...]:
     return tuple(found.values())
 
 
-def hazards(survey: Survey, stacks: list[tuple[Submodel, Stack]], attentions: tuple[Attention, ...]) -> Iterator[str]:
-    """What can go wrong with this model as it stands, one sentence each."""
-    for submodel, stack in stacks:
-        decodes = find_embedding(submodel.model) is not None
-        if decodes and stream_dtype(survey, submodel, stack) == torch.float16:
+def hazards(
+    survey: Survey,
+    stacks: Iterable[tuple[Submodel, Stack, torch.dtype | None]],
+    attentions: Iterable[Attention],
+    dtypes: Iterable[torch.dtype],
+) -> Iterator[str]:
+    """What can go wrong with this model as it stands, one sentence each.
+
+    Args:
+        survey: Of the object.
+        stacks: Decoder stacks with the dtype of their residual stream.
+        attentions: See `attention`.
+        dtypes: Those that parameters have.
+    """
+    for submodel, stack, stream in stacks:
+        if stream == torch.float16 and find_embedding(submodel.model) is not None:
             yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
     for row in attentions:
         where = row.path or row.cls
@@ -292,10 +324,11 @@ def hazards(survey: Survey, stacks: list[tuple[Submodel, Stack]], attentions: tu
                 "left padding can give NaN at real tokens"
             )
     for submodel in survey.outermost_built:
-        for dtype in (torch.float16, torch.bfloat16):
+        for dtype in dtypes:
             kept = list(kept_in_float32(submodel.model, dtype))
             if kept:
+                cls = type(submodel.model).__name__
                 yield (
-                    f"{len(kept)} weights are {str(dtype).removeprefix('torch.')} that {type(submodel.model).__name__} "
-                    f"keeps in float32 (such as {kept[0]}): load with dtype= instead of casting"
+                    f"{len(kept)} weights are {dtype_name(dtype)} that {cls} keeps in float32 "
+                    f"(such as {kept[0]}): load with dtype= instead of casting"
                 )

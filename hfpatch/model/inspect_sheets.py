@@ -8,7 +8,7 @@ from hfpatch.report import Sheet
 
 if TYPE_CHECKING:
     from hfpatch.model.eps import NormKind
-    from hfpatch.model.facts import Embedding
+    from hfpatch.model.facts import Attention, Embedding
     from hfpatch.model.inspect import ModelInfo
 
 
@@ -21,10 +21,7 @@ def sheets(info: ModelInfo) -> tuple[Sheet, ...]:
     if info.norms:
         out.append(Sheet("Norms", ("path", "eps", "from", "count"), _norms(info.norms), wide=("path", "from")))
     if info.attention:
-        rows = tuple(
-            (a.path or "(root)", a.implementation, ", ".join(x for x in a.accepts if x != a.implementation) or "-", a.note)
-            for a in info.attention
-        )
+        rows = tuple((a.path or "(root)", a.implementation, _others(a), a.note) for a in info.attention)
         noted = any(a.note for a in info.attention)
         columns = ("path", "attention", "accepts too", "note") if noted else ("path", "attention", "accepts too")
         out.append(Sheet("Attention", columns, tuple(r[: len(columns)] for r in rows), wide=("path", *columns[2:])))
@@ -56,6 +53,10 @@ def _embedding(e: Embedding) -> str:
     size = f", {e.vocabulary:,} x {e.width:,}" if e.vocabulary and e.width else ""
     scale = "" if e.scale is None else f", x {e.scale:g} ({e.scale_at})"
     return f"{e.path} ({e.cls}){size}{scale}"
+
+
+def _others(row: Attention) -> str:
+    return ", ".join(name for name in row.accepts if name != row.implementation) or "-"
 
 
 def _norms(kinds: tuple[NormKind, ...]) -> tuple[tuple[str, ...], ...]:

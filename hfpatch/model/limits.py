@@ -21,7 +21,7 @@ LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
 _AT_LEAST = {"vocab_size": 1, "num_hidden_layers": 0}
 """Values below these build without an error and make a model of nothing."""
 
-_SIZES = re.compile(r"(_size|_dim|_layers|_heads|_experts|d_model|n_embd|n_head|n_layer)$")
+_SIZES = re.compile(r"(_size|_dim|_layers|_heads|_experts|^d_model|^n_embd|^n_head|^n_layer)$")
 
 
 def check_sizes(values: Mapping[str, Any], name: str) -> None:

@@ -92,7 +92,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The model a config describes, without weights: parameters on meta, in the declared dtype.
 
     Parameters that the class keeps in float32 are float32, as `from_pretrained` leaves them. The config
-    is copied, not changed. Time: some 3 ms a layer; memory: a few kB a module.
+    is copied, not changed; the model is left in training mode. Time: some 3 ms a layer; memory: a few kB a module.
 
     Raises:
         InputError: The config asks for absurd sizes, transformers has no class for it, or its class rejects it.
@@ -112,13 +112,17 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         whose = cls.__name__ if cls is not None else f"the class for {config.model_type!r}"
         _reject(f"{name}: {whose} rejects this config", error, vars(config))
     _keep_in_float32(model, dtype)
-    return model.eval()
+    return model
 
 
 def declared_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     """The dtype a checkpoint declares for its weights, its text part's where it has none of its own."""
-    for part in (config, config.get_text_config()):
-        dtype = getattr(part, "dtype", None)
+    try:
+        text: Any = config.get_text_config()
+    except ValueError:  # several, none of them the one
+        text = None
+    for part in (config, text):
+        dtype: Any = getattr(part, "dtype", None)
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype, None)
         if isinstance(dtype, torch.dtype):
@@ -194,7 +198,7 @@ def _brought_along(config: PreTrainedConfig) -> type[PreTrainedModel]:
     wants: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
     for auto in (*_order(config), *wants):
         if auto.startswith("AutoModel") and isinstance(reference := wants.get(auto), str):
-            cls: Any = get_class_from_dynamic_module(reference, config.name_or_path)
+            cls: Any = get_class_from_dynamic_module(reference, config.name_or_path or "")
             return cls
     raise InputError(f"{config.name_or_path}: its auto_map names a config class but no model class")
 
@@ -241,9 +245,9 @@ def _from_hub(name: str) -> Path:
     except hub.HFValidationError as error:
         raise ModelNotFoundError(f"{name!r}: neither a directory, a file nor a possible name on the hub") from error
     except hub.GatedRepoError as error:
-        raise ModelNotFoundError(f"{name}: gated on the hub; ask for access on its page, log in, and try again") from error
+        raise ModelNotFoundError(f"{name}: gated on the hub; ask for access on its page, then log in") from error
     except hub.RepositoryNotFoundError as error:
-        raise ModelNotFoundError(f"{name}: no such directory here, and no such model on the hub (or a private one)") from error
+        raise ModelNotFoundError(f"{name}: no such directory here, and no model on the hub that you can see") from error
     except hub.EntryNotFoundError as error:
         if not isinstance(error, hub.LocalEntryNotFoundError):
             raise ModelNotFoundError(f"{name}: this repository on the hub has no {CONFIG}") from error
@@ -261,13 +265,12 @@ def _unreachable(name: str, error: Exception) -> NoReturn:
 
 def _read(where: Path) -> dict[str, Any]:
     try:
-        size = where.stat().st_size
-        if size > MAX_BYTES:
+        if (size := where.stat().st_size) > MAX_BYTES:
             raise InputError(f"{where}: {size:,} bytes are no {CONFIG}; name the directory of the model")
         value: Any = json.loads(where.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        what = "is empty" if size == 0 else f"is not valid JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-        raise InputError(f"{where} {what}; it may be cut short, fetch it again") from error
+        place = f"line {error.lineno}, column {error.colno}: {error.msg}" if error.doc else "it is empty"
+        raise InputError(f"{where} is not valid JSON ({place}); it may be cut short, fetch it again") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{where} is not text; want a {CONFIG}, or the directory that holds it") from error
     except RecursionError as error:
@@ -285,7 +288,7 @@ def _config_class(values: dict[str, Any], name: str | Path) -> Any:
     if model_type is None:
         if "peft_type" in values:
             raise InputError(f"{name}: the config of a PEFT adapter; name the base model")
-        raise InputError(f"{name}: its {CONFIG} has no model_type, so its class is unknown; add the one it was saved with")
+        raise InputError(f"{name}: its {CONFIG} has no model_type, so its class is unknown; add the one it had")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
         hint = f"near names: {', '.join(near)}" if near else "a newer transformers may"
@@ -304,8 +307,8 @@ def _check_runs_nothing(raw: dict[str, Any], name: str | Path, trusted: bool) ->
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known and (wanted := _auto_map(raw)):
         raise InputError(
-            f"{name}: model_type {model_type!r} is not built into transformers {transformers.__version__}, and its config "
-            f"wants code of its own ({wanted}), which is not run; read that code, then pass trust_remote_code=True"
+            f"{name}: transformers {transformers.__version__} has no model_type {model_type!r}, and the config wants "
+            f"code of its own ({wanted}), which is not run; read that code, then pass trust_remote_code=True"
         )
     for key, value in _strings(raw):
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in value:
