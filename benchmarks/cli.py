@@ -25,6 +25,15 @@ from common import ROOT, Row, cpu_name, header, median, ratio, spread, table, wr
 RATIO, SECONDS, MEGABYTES = 2.0, 0.3, 450.0
 
 TYPER = ("-c", "import typer, rich.table, rich.console")
+EMPTY = (
+    "-c",
+    "import typer, rich.table, rich.console\n"
+    "app = typer.Typer(add_completion=False)\n"
+    "app.command()(lambda: None)\n"
+    "@app.command('two')\n"
+    "def two(name: str | None = None, json: bool = False) -> None: ...\n"
+    "app(['two'])",
+)
 META = (
     "-c",
     "import sys, torch, transformers\n"
@@ -39,6 +48,8 @@ class Run:
     """One finished process."""
 
     seconds: float
+    cpu: float
+    """Seconds of processor time, user and system: what the command costs whatever else the machine does."""
     megabytes: float
     """Largest resident set, in units of 1e6 bytes."""
 
@@ -69,12 +80,14 @@ def light(pairs: int) -> list[Row]:
         "list": hfpatch("list"),
         "explain fp16-residual-overflow": hfpatch("explain", "fp16-residual-overflow"),
         "--help": hfpatch("--help"),
+        "a typer command that does nothing": EMPTY,
         "import typer, rich again (noise)": TYPER,
     }
     rows: list[Row] = []
     for name, command in commands.items():
         mine, floor = paired(command, TYPER, pairs)
         times, base = [r.seconds for r in mine], [r.seconds for r in floor]
+        cpu = ratio([r.cpu for r in mine], [r.cpu for r in floor])
         rows.append(
             {
                 "command": name,
@@ -82,6 +95,7 @@ def light(pairs: int) -> list[Row]:
                 "floor ms": median(base) * 1e3,
                 "ratio": ratio(times, base),
                 "quartiles": spread(times, base),
+                "CPU ratio": cpu,
                 "peak MB": median(r.megabytes for r in mine),
                 "floor peak MB": median(r.megabytes for r in floor),
                 f"<= {RATIO} x": ratio(times, base) <= RATIO,
@@ -104,6 +118,7 @@ def inspect(pairs: int, folder: str) -> list[Row]:
             "floor s": median(r.seconds for r in floor),
             "difference s": median(more),
             "quartiles": f"{low:.3f} to {high:.3f}",
+            "CPU s more": median(a.cpu - b.cpu for a, b in zip(mine, floor, strict=True)),
             "peak MB": peak,
             "floor peak MB": max(r.megabytes for r in floor),
             f"<= {SECONDS} s more": median(more) <= SECONDS,
@@ -144,7 +159,7 @@ def run(command: Sequence[str]) -> Run:
                 f"python {' '.join(command)}: exit code {process.returncode}\n{errors.read().decode()[-2000:]}"
             )
     unit = 1 if sys.platform == "darwin" else 1024
-    return Run(seconds, usage.ru_maxrss * unit / 1e6)
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit / 1e6)
 
 
 def write_config(folder: str) -> None:

@@ -46,7 +46,6 @@ def main() -> None:
 
 def llama(layers: int) -> Any:
     """A float16 Llama of tiny widths; thirteen modules a layer and seven around."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

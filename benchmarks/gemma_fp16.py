@@ -11,8 +11,8 @@ Parts, chosen with --part a,b,...:
     e  speed and memory at the shape of a 4 B model, random weights, stock and patched in turn on one model
 
 DIR is an ordinary float32 checkpoint of Gemma 3 270M. FILE is JSON: lists of token ids, each with BOS first;
-made beforehand (token_file.py), because tokenizers differ between releases. --small replaces what is missing by a tiny random
-model whose residual stream passes 65,504 and random tokens, and shortens everything.
+made beforehand (token_file.py), because tokenizers differ between releases. --small shortens everything, and
+where they are not given makes a tiny random model whose residual stream passes 65,504, and random tokens.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ def inspect(model: Model, json: Json = False, trust_remote_code: TrustRemoteCode
     """
     quiet_transformers()
     broken_patch_files()
-    from hfpatch.model.inspect import describe
+    from hfpatch.model.inspect import inspect as look
     from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.plan import plan
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
-    info, made = describe(built), plan(built)
+    info, made = look(built), plan(built)
     print(jsonlib.dumps({**info.to_dict(), "plan": made.to_dict()}, indent=2) if json else f"{info}\n\n{made}")

@@ -175,9 +175,7 @@ def plan(
     decided = tuple(_ask(d, d.patch in asked or everything) for d in decisions)
     _check_asked(decided, wanted)
     _check_conflicts(decided)
-    unloaded = any(p.is_meta for p in survey.root.parameters())
-    notes = ("weights are not loaded: whether added modules are trained is unknown",) if unloaded else ()
-    return Plan(type(survey.root).__name__, decided, notes)
+    return Plan(type(survey.root).__name__, decided, _unknown(survey, as_dtype(compute_dtype)))
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
@@ -316,6 +314,15 @@ def _ask(decision: Decision, asked: bool) -> Decision:
     if asked:
         return replace(decision, decided="applied")
     return replace(decision, hint=f'hfpatch.apply(model, include=["{decision.patch}"])')
+
+
+def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ...]:
+    if not any(p.is_meta for p in survey.root.parameters()):
+        return ()
+    notes = ["weights are not loaded: whether added modules are trained is unknown"]
+    if compute_dtype is None:
+        notes.append("planned for the dtype the config declares; compute_dtype= (--compute-dtype) plans for another")
+    return tuple(notes)
 
 
 def _check_asked(decisions: Iterable[Decision], wanted: set[str] | None) -> None:

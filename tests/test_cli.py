@@ -1,0 +1,172 @@
+"""The command line, as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hfpatch.model.tiny import tiny_config
+
+from hfpatch.patching import registry
+
+
+def hfpatch(*words: str | Path, columns: int = 80, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": str(columns), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "-m", "hfpatch.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def good(*words: str | Path, **more: Any) -> str:
+    done = hfpatch(*words, **more)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def bad(*words: str | Path) -> str:
+    done = hfpatch(*words)
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("hfpatch: ")
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a config only: weights are never needed."""
+    folder = tmp_path_factory.mktemp("gemma")
+    config = tiny_config("gemma3_text", dtype="float16")
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_help_list_and_explain_import_no_torch() -> None:
+    for words in (["--help"], ["list"], ["explain", "eps-alignment"], ["list", "--json"], ["inspect", "--help"]):
+        script = (
+            f"import sys; sys.argv = ['hfpatch', *{words!r}]\n"
+            "from hfpatch.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as end: assert not end.code, end.code\n"
+            "assert not {'torch', 'transformers', 'peft', 'numpy'} & set(sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_list(checkpoint: Path) -> None:
+    ids = sorted(registry.entries())
+    assert [p["id"] for p in json.loads(good("list", "--json"))["patches"]] == ids
+    text = good("list")
+    assert all(i in text for i in ids)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "fp16-residual-overflow" not in good("list", "--architecture", "t5")
+
+
+@pytest.mark.parametrize("patch", sorted(registry.entries()))
+def test_explain(patch: str) -> None:
+    text = good("explain", patch)
+    assert all(h in text for h in ("What goes wrong", "Numerics", "Known limits", "Sources"))
+    assert max(map(len, text.splitlines())) <= 80
+    shown = json.loads(good("explain", patch, "--json"))
+    assert shown["id"] == patch
+    assert set(shown["sections"]) >= {"What goes wrong", "Numerics"}
+
+
+def test_inspect(checkpoint: Path) -> None:
+    for model in (checkpoint, checkpoint / "config.json"):
+        text = good("inspect", model)
+        assert max(map(len, text.splitlines())) <= 80, text
+        for word in ("gemma3_text", "Gemma3ForCausalLM", "model.embed_tokens", "rms_norm_eps", "float16"):
+            assert word in text, word
+    shown = json.loads(good("inspect", checkpoint, "--json"))
+    assert shown["architecture"] == "gemma3_text"
+    decisions = {d["patch"]: d["decision"] for d in shown["plan"]["decisions"]}
+    assert decisions["fp16-residual-overflow"] == "applied"
+
+
+def test_plan(checkpoint: Path) -> None:
+    text = good("plan", checkpoint)
+    assert "weights are not loaded" in text
+    assert max(map(len, text.splitlines())) <= 80
+    shown = json.loads(good("plan", checkpoint, "--json", "--only", "fp16-*"))
+    assert set(shown) == {"model", "decisions", "unknown"}
+    (decision,) = shown["decisions"]
+    assert decision["decision"] == "applied"
+    assert len(decision["edits"]) == 26
+    shown = json.loads(good("plan", checkpoint, "--json", "--compute-dtype", "bfloat16", "--exclude", "eps-alignment"))
+    assert [d["decision"] for d in shown["decisions"]] == ["not needed"] * 3
+
+
+def test_demo() -> None:
+    text = good("demo")
+    assert "status(model)" in text
+    shown = json.loads(good("demo", "--json"))
+    before, after = shown["proof"]["rows"][:2]
+    assert (before["finite"], after["finite"]) == (False, True)
+    assert shown["status_after_revert"]["patches"] == []
+
+
+def test_verify(tmp_path: Path) -> None:
+    text = good("verify", "eps-alignment")
+    assert "5 of 5 cases passed" in text
+    shown = json.loads(good("verify", "embed-*", "--json"))
+    assert shown["passed"]
+    assert {c["kind"] for c in shown["cases"]} == {"repro", "left alone"}
+
+
+def test_verify_fails_with_exit_1(tmp_path: Path) -> None:
+    """A patch from another package whose repro it does not cure."""
+    source = registry.get("eps-alignment").file.read_text()
+    (tmp_path / "cures_nothing.py").write_text(source.replace("value=lambda context, _target: backbone_eps(context)", "value=lambda _c, _t: 0.5"))
+    (tmp_path / "x-1.dist-info").mkdir()
+    (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
+    (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = cures_nothing\n")
+    done = hfpatch("verify", "cures-nothing", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert "failed" in done.stdout
+    assert "0.5" in done.stdout
+
+
+def test_a_broken_patch_file_is_named_and_the_others_listed(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "broken_one.py").write_text("PATCH = (\n")
+    (tmp_path / "x-1.dist-info").mkdir()
+    (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
+    (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = broken_one\n")
+    done = hfpatch("list", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "broken_one.py:1: SyntaxError" in done.stderr
+    assert "eps-alignment" in done.stdout
+    done = hfpatch("plan", checkpoint, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    assert "broken_one.py:1: SyntaxError" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["inspect", "plan"])
+def test_bad_models(verb: str, tmp_path: Path) -> None:
+    """One sentence, exit 2; the full list of bad inputs is in test_source."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.json").write_text('{"model_type": "llam')
+    (tmp_path / "odd.json").write_text('{"model_type": "lama"}')
+    (tmp_path / "huge.json").write_text('{"model_type": "llama", "num_hidden_layers": 1000000000}')
+    for model in ("empty", "cut.json", "odd.json", "huge.json", "not-there"):
+        bad(verb, tmp_path / model)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.json", "empty", "huge.json", "odd.json"]
+
+
+def test_bad_names(checkpoint: Path) -> None:
+    assert "did you mean eps-alignment" in bad("explain", "eps-aligment")
+    assert "did you mean" in bad("verify", "eps-aligment")
+    assert "did you mean" in bad("plan", checkpoint, "--only", "eps-aligment")
+    assert "floating-point dtype" in bad("plan", checkpoint, "--compute-dtype", "int3")
+    done = hfpatch("plan")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
