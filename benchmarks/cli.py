@@ -49,7 +49,7 @@ class Run:
 
     seconds: float
     cpu: float
-    """Seconds of processor time, user and system: what the command costs whatever else the machine does."""
+    """Seconds of processor time, user and system: it counts no waiting for a core."""
     megabytes: float
     """Largest resident set, in units of 1e6 bytes."""
 

@@ -141,8 +141,9 @@ def _scale(survey: Survey, embedding: nn.Module, submodel: Submodel) -> tuple[fl
         for name in ("scalar_embed_scale", "embed_scale"):
             if (value := _number(getattr(module, name, None))) is not None:
                 return value, "module: embed_scale"
-    for owner in survey.modules.values():  # several where encoder and decoder share it
-        if any(child is embedding for child in owner.children()):
+    weight = getattr(embedding, "weight", None)
+    for owner in survey.modules.values():  # several where encoder and decoder share it, as a module or as a weight
+        if any(c is embedding or (isinstance(c, nn.Embedding) and c.weight is weight) for c in owner.children()):
             value, name = _applied(owner, submodel)
             if value is not None:
                 return value, f"model: {name}"

@@ -27,14 +27,14 @@ CONFIG = "config.json"
 HUB_SECONDS = 3.0
 MAX_BYTES = 16 * 2**20
 
+# httpx, httpx2 or requests, by the version of huggingface_hub: all under this name.
+_HTTP_ERROR: type[Exception] = getattr(hub, "HTTPError", ConnectionError)
+
 REJECTIONS = (
     ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError, ArithmeticError, ImportError,
-    OSError, hub.StrictDataclassError,
+    OSError, hub.StrictDataclassError, _HTTP_ERROR,
 )  # fmt: skip
 """What the config and model classes of transformers raise at a config they cannot use."""
-
-# httpx, httpx2 or requests, by the version of huggingface_hub: all under this name.
-_HUB_TROUBLE = (OSError, getattr(hub, "HTTPError", OSError))
 
 _AUTO = (
     "AutoModelForImageTextToText",
@@ -43,6 +43,7 @@ _AUTO = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
+    "AutoModelForTextToWaveform",
     "AutoModel",
     "AutoModelForPreTraining",
 )
@@ -252,7 +253,7 @@ def _from_hub(name: str) -> Path:
         if not isinstance(error, hub.LocalEntryNotFoundError):
             raise ModelNotFoundError(f"{name}: this repository on the hub has no {CONFIG}") from error
         _unreachable(name, error)
-    except _HUB_TROUBLE as error:
+    except (OSError, _HTTP_ERROR) as error:
         _unreachable(name, error)
 
 
@@ -350,9 +351,14 @@ def _place(file: Path, name: str | Path) -> str:
 
 
 def _reject(what: str, error: Exception, values: Mapping[str, Any]) -> NoReturn:
+    if isinstance(error, _HTTP_ERROR):
+        part = f" ({values['backbone']})" if isinstance(values.get("backbone"), str) else ""
+        raise InputError(f"{what}: it names a part on the hub{part}, which cannot be fetched") from error
     cause = error.__cause__ if isinstance(error, hub.StrictDataclassError) and error.__cause__ else error
-    text = re.sub(r"\s+", " ", str(cause)).strip().rstrip(".") or "no reason given"
+    text = re.sub(r"\s+", " ", str(cause)).partition(" Should contain one of")[0]  # 500 names
+    text = text.strip().rstrip(".") or "no reason given"
     text = text if len(text) <= 300 else f"{text[:297]}..."
     odd = [f"{path} is {value!r}" for path, value in suspects(values, cause) if path.rpartition(".")[2] not in text]
-    hint = f" ({', '.join(odd[:3])})" if odd else ""
-    raise InputError(f"{what}: {type(cause).__name__}: {text}{hint}; correct the config") from error
+    hint = f" ({', '.join(list(dict.fromkeys(odd))[:3])})" if odd else ""
+    todo = "install what it needs" if isinstance(cause, ImportError) else "correct the config"
+    raise InputError(f"{what}: {type(cause).__name__}: {text}{hint}; {todo}") from error
