@@ -64,7 +64,10 @@ def modules(model: Any) -> int:
 
 
 def phases(model: Any, include: str | None) -> Times:
-    """Milliseconds of plan, apply and revert. `apply` plans again, as it does for a user."""
+    """Milliseconds of plan, apply and revert, and of one bare walk over the modules.
+
+    `apply` plans again, as it does for a user.
+    """
     import hfpatch
 
     start = time.perf_counter()
@@ -74,7 +77,10 @@ def phases(model: Any, include: str | None) -> Times:
     applied = time.perf_counter()
     handle.revert()
     done = time.perf_counter()
+    dict(model.named_modules())
+    walked = time.perf_counter() - done
     times = {"plan": planned - start, "apply": applied - planned, "revert": done - applied, "together": done - start}
+    times["walk"] = walked
     return {name: seconds * 1e3 for name, seconds in times.items()}
 
 
@@ -115,6 +121,7 @@ def warm(models: dict[int, Any], rounds: int) -> dict[str, list[Row]]:
             "modules": modules(models[depth]),
             "edits": edits(models[depth], wanted[name]),
             **_ms({phase: median(one[phase] for one in found) for phase in found[0]}),
+            "together / walk": ratio([one["together"] for one in found], [one["walk"] for one in found]),
         }
         for (name, depth), found in runs.items()
     ]
@@ -130,7 +137,8 @@ def warm(models: dict[int, Any], rounds: int) -> dict[str, list[Row]]:
         f"Warm, median of {rounds} rounds",
         rows,
         f"Together at {LAYERS} layers: {together:.1f} ms; target, under {TARGET_MS:.0f} ms: {met}.",
-        'Bare: `apply(model)`. Suggested: `include="suggested"`, every patch whose condition holds.',
+        'Bare: `apply(model)`. Suggested: `include="suggested"`, every patch whose condition holds. '
+        "Walk: one `dict(model.named_modules())` in the same round; the ratio to it depends little on the machine.",
     )
     table("Growth with depth (paired; linear where per module is 1)", growth)
     return {"times": rows, "growth": growth}

@@ -469,9 +469,9 @@ def four_billion(setting: Setting, dtype: torch.dtype) -> Any:
 
 
 def forward(setting: Setting, ids: torch.Tensor, model: Any, way: Way) -> torch.Tensor:
-    """One forward pass without gradients; the last logits."""
+    """One forward pass without gradients; the last logits, copied so that they do not keep all of them alive."""
     with torch.no_grad(), setting.region(way):
-        return model(input_ids=ids, use_cache=False).logits[:, -1]
+        return model(input_ids=ids, use_cache=False).logits[:, -1].clone()
 
 
 class LoraStep:

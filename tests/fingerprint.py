@@ -35,14 +35,16 @@ def tensor(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Classes and class attributes, `__dict__` keys in order and values, tensors by bytes and identity, hooks, config."""
+    """Classes, `__dict__` keys in order and values, tensors by bytes and identity, hooks, config."""
     out: dict[str, Any] = {}
     for path, module in model.named_modules():
         plain = {k: v for k, v in module.__dict__.items() if k not in OWN}
         out[path] = {
             "class": (id(type(module)), sorted(k for k in vars(type(module)) if not k.startswith("__"))),
             "keys": list(module.__dict__),
-            "values": {k: repr(v) if isinstance(v, (int, float, str, bool, type(None))) else id(v) for k, v in plain.items()},
+            "values": {
+                k: repr(v) if isinstance(v, (int, float, str, bool, type(None))) else id(v) for k, v in plain.items()
+            },
             "parameters": [(k, None if v is None else tensor(v)) for k, v in module._parameters.items()],
             "buffers": [(k, None if v is None else tensor(v)) for k, v in module._buffers.items()],
             "persistence": sorted(module._non_persistent_buffers_set),

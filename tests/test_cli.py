@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hfpatch.model.tiny import tiny_config
 
+from hfpatch.model.tiny import tiny_config
 from hfpatch.patching import registry
 
 
@@ -101,7 +101,7 @@ def test_plan(checkpoint: Path) -> None:
     assert set(shown) == {"model", "decisions", "unknown"}
     (decision,) = shown["decisions"]
     assert decision["decision"] == "applied"
-    assert len(decision["edits"]) == 26
+    assert len(decision["edits"]) == 18
     shown = json.loads(good("plan", checkpoint, "--json", "--compute-dtype", "bfloat16", "--exclude", "eps-alignment"))
     assert [d["decision"] for d in shown["decisions"]] == ["not needed"] * 3
 
@@ -126,7 +126,9 @@ def test_verify(tmp_path: Path) -> None:
 def test_verify_fails_with_exit_1(tmp_path: Path) -> None:
     """A patch from another package whose repro it does not cure."""
     source = registry.get("eps-alignment").file.read_text()
-    (tmp_path / "cures_nothing.py").write_text(source.replace("value=lambda context, _target: backbone_eps(context)", "value=lambda _c, _t: 0.5"))
+    (tmp_path / "cures_nothing.py").write_text(
+        source.replace("value=lambda context, _target: backbone_eps(context)", "value=lambda _c, _t: 0.5")
+    )
     (tmp_path / "x-1.dist-info").mkdir()
     (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
     (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = cures_nothing\n")

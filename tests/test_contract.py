@@ -1,4 +1,4 @@
-"""Every patch x every architecture it names: the invariants, so that a new patch is tested the moment its file exists."""
+"""Every patch x every architecture it names: a new patch is tested the moment its file exists."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+
+import hfpatch
 from hfpatch.model.tiny import COMPOSITES, tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, Case
 from hfpatch.patching.trial import build
 from hfpatch.patching.verify import try_case
-
-import hfpatch
 from tests.fingerprint import fingerprint
 
 SAMPLE = ("llama", "gemma3_text", "qwen2", "gpt2", "gemma3")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hfpatch.model.tiny import SpeechLLM, tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -27,14 +26,26 @@ from transformers import (
 
 import hfpatch
 from hfpatch.errors import NoEmbeddingError, RefusedError
+from hfpatch.model.tiny import SpeechLLM, tiny_model
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+}
 WHISPER = WhisperConfig(
     vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=8, max_target_positions=16,
     pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
 )  # fmt: skip
+
+AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "num_mel_bins": 8}
+TEXT = {"model_type": "llama", **SMALL}
+CLIP = {"model_type": "clip_vision_model", "patch_size": 8, **VISION}
+QWEN = Qwen2AudioConfig(text_config={"model_type": "qwen2", **SMALL}, audio_config={**AUDIO, "max_source_positions": 8})
 
 MODELS: dict[str, tuple[Any, str]] = {
     "llama": (lambda: tiny_model("llama"), "model.embed_tokens"),
@@ -44,26 +55,21 @@ MODELS: dict[str, tuple[Any, str]] = {
     "bloom": (lambda: tiny_model("bloom"), "transformer.word_embeddings"),
     "gemma3": (lambda: tiny_model("gemma3"), "model.language_model.embed_tokens"),
     "t5": (
-        lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)),
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+        ),
         "shared",
     ),
     "llava": (
-        lambda: LlavaForConditionalGeneration(
-            LlavaConfig(text_config={"model_type": "llama", **SMALL}, vision_config={"model_type": "clip_vision_model", "patch_size": 8, **VISION})
-        ),
+        lambda: LlavaForConditionalGeneration(LlavaConfig(text_config=TEXT, vision_config=CLIP)),
         "model.language_model.embed_tokens",
     ),
-    "qwen2_audio": (
-        lambda: Qwen2AudioForConditionalGeneration(
-            Qwen2AudioConfig(
-                text_config={"model_type": "qwen2", **SMALL},
-                audio_config={"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "max_source_positions": 8, "num_mel_bins": 8},
-            )
-        ),
-        "embed_tokens",
+    "qwen2_audio": (lambda: Qwen2AudioForConditionalGeneration(QWEN), "embed_tokens"),
+    "clip": (
+        lambda: CLIPModel(CLIPConfig(text_config=SMALL, vision_config={**VISION, "patch_size": 4})),
+        "token_embedding",
     ),
-    "clip": (lambda: CLIPModel(CLIPConfig(text_config=SMALL, vision_config={**VISION, "patch_size": 4})), "token_embedding"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,9 +84,7 @@ def test_bare(name: str, ids: torch.Tensor) -> None:
 def test_the_module_scales_by_itself(tiny: Any, ids: torch.Tensor) -> None:
     model = tiny("gemma3_text")
     with torch.no_grad():
-        assert torch.equal(
-            model(inputs_embeds=hfpatch.embed_tokens(model)(ids)).logits, model(input_ids=ids).logits
-        )
+        assert torch.equal(model(inputs_embeds=hfpatch.embed_tokens(model)(ids)).logits, model(input_ids=ids).logits)
 
 
 @pytest.fixture
@@ -139,7 +143,9 @@ def test_a_speech_encoder_decoder_beside_the_llm_is_not_the_llm(tiny: Any) -> No
 
 def test_two_language_models_must_be_named(tiny: Any) -> None:
     both = nn.ModuleDict({"a": tiny("llama"), "b": tiny("gpt2")})
-    with pytest.raises(NoEmbeddingError, match=r"several token embeddings: a \(llama\), b \(gpt2\); name one with submodel="):
+    with pytest.raises(
+        NoEmbeddingError, match=r"several token embeddings: a \(llama\), b \(gpt2\); name one with submodel="
+    ):
         hfpatch.embed_tokens(both)
     with pytest.raises(NoEmbeddingError, match=r"submodel 'c': want the path or architecture of one of: a \(llama\)"):
         hfpatch.embed_tokens(both, submodel="c")
@@ -153,5 +159,3 @@ def test_no_token_embedding() -> None:
     for model in (tower, nn.Linear(2, 2)):
         with pytest.raises(NoEmbeddingError, match="no token embedding here"):
             hfpatch.embed_tokens(model)
-
-

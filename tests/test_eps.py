@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from hfpatch.model.added import added_modules
-from hfpatch.model.norms import is_norm, untrained
-from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import SpeechLLM, tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaForCausalLM, PreTrainedModel, WhisperModel
 
 import hfpatch
 from hfpatch.errors import InputError
+from hfpatch.model.added import added_modules
+from hfpatch.model.norms import is_norm, untrained
+from hfpatch.model.survey import Survey
+from hfpatch.model.tiny import SpeechLLM, tiny_model
 from tests.test_embed import WHISPER
 
 
@@ -123,7 +123,9 @@ def test_several_backbones(tiny: Any) -> None:
     fix = hfpatch.apply(model, verbose=False)
     assert model["norm"].eps == 1e-4
     refused = [d.reason for d in fix.plan.of("refused") if d.patch == "eps-alignment"]
-    assert refused == ["which backbone the added norms feed cannot be told: set the option backbone to one of ['a', 'b']"]
+    assert refused == [
+        "which backbone the added norms feed cannot be told: set the option backbone to one of ['a', 'b']"
+    ]
     hfpatch.apply(model, verbose=False, options={"eps-alignment": {"backbone": "b"}})
     assert model["norm"].eps == 1e-5
 

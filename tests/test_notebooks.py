@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 def test_runs(file: Path) -> None:
     notebook = nbformat.read(file, as_version=4)
     assert all(not c.get("outputs") for c in notebook.cells), "notebooks are kept without outputs"
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
     shown = "".join(str(c.get("outputs", "")) for c in notebook.cells)
     assert "finite logits: 0 of 1536" in shown
     assert shown.count("<table>") >= 4

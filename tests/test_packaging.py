@@ -53,7 +53,14 @@ def test_sdist_holds_what_a_build_needs(dist: Path, tmp_path: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    assert {p.name for p in source.iterdir()} >= {"hfpatch", "patches", "tests", "README.md", "LICENSE", "hatch_build.py"}
+    assert {p.name for p in source.iterdir()} >= {
+        "hfpatch",
+        "patches",
+        "tests",
+        "README.md",
+        "LICENSE",
+        "hatch_build.py",
+    }
     ids = run("-c", LISTS, cwd=source, path=source).splitlines()[0]
     assert ids.split() == WANT
 

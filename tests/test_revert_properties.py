@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 import torch
-from hfpatch.model.tiny import SpeechLLM, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import hfpatch
+from hfpatch.model.tiny import SpeechLLM, tiny_model
 from hfpatch.patching import registry
 from tests.fingerprint import fingerprint
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.errors import InputError
+from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, stock_class
 
 Shape = frozenset[tuple[str, str]]
@@ -71,12 +72,14 @@ def _differing(survey: Survey, submodel: Submodel) -> Iterable[tuple[str, nn.Mod
     if cls is None:
         return
     live = _live(survey, submodel)
-    if {key for key, _, _ in live} <= reference(cls, submodel.model.config, shallow=True):
+    kinds = {key for key, _, _ in live}
+    shallow = reference(cls, submodel.model.config, shallow=True)
+    if shallow is not None and kinds <= shallow:
         return
     full = reference(cls, submodel.model.config, shallow=False)
-    for key, path, module in live:
-        if key not in full:
-            yield path, module
+    if full is None:  # its own class rejects the config: what was added cannot be told, only named
+        return
+    yield from ((path, module) for key, path, module in live if key not in full)
 
 
 def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str, nn.Module]]:
@@ -107,8 +110,10 @@ def _generic(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1N", path)
 
 
-def reference(cls: type[PreTrainedModel], config: PreTrainedConfig, *, shallow: bool) -> Shape:
+def reference(cls: type[PreTrainedModel], config: PreTrainedConfig, *, shallow: bool) -> Shape | None:
     """Structure of a class built from a config on meta; `shallow` cuts the number of layers first.
+
+    None where the class rejects the config.
 
     Memory and time: no weights; 20-200 ms for a deep model in full, a few ms shallow. Cached.
     """
@@ -129,15 +134,16 @@ class _Config:
 
 
 @lru_cache(maxsize=64)
-def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape:
+def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape | None:
     config = copy.deepcopy(carried.config)
+    config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage]  # every class accepts it, and modules do not differ by it
     if shallow:
         cut_layers(config)
     try:
         with torch.device("meta"):
             built = cls(config)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError):
-        return frozenset()  # a cut config its class rejects: the full one decides
+    except REJECTIONS:
+        return None
     return frozenset((_generic(p), _class_name(m)) for p, m in built.named_modules())
 
 

@@ -27,7 +27,8 @@ def is_norm(module: nn.Module) -> bool:
 def eps_name(module: nn.Module) -> str | None:
     """The attribute that holds a norm's eps; None where it has none."""
     for name in EPS_NAMES:
-        if isinstance(getattr(module, name, None), float):
+        value = getattr(module, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             return name
     return None
 

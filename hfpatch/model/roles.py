@@ -6,7 +6,12 @@ the stream and everything else with weights is a branch; the norm beside the lis
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -24,6 +29,8 @@ class Stack:
     path: str
     layers: tuple[Place, ...]
     layer_norms: tuple[Place, ...]
+    branch_out_norms: tuple[Place, ...]
+    """Those of the layer norms that a branch's output goes through before it joins the stream."""
     branches: tuple[Place, ...]
     final_norm: Place | None
 
@@ -35,12 +42,16 @@ def stack(survey: Survey, submodel: Submodel) -> Stack | None:
         return None
     list_path, layers = found
     norms: list[Place] = []
+    after: list[Place] = []
     branches: list[Place] = []
     for path, layer in layers:
+        out = out_norms(type(layer))
         for name, child in layer.named_children():
             place = (f"{path}.{name}", child)
             if is_norm(child):
                 norms.append(place)
+                if out is None or name in out:
+                    after.append(place)
             elif next(child.parameters(), None) is not None:
                 branches.append(place)
     parent = list_path.rpartition(".")[0]
@@ -49,7 +60,42 @@ def stack(survey: Survey, submodel: Submodel) -> Stack | None:
         for name, child in survey.modules[parent].named_children()
         if is_norm(child)
     ]
-    return Stack(list_path, tuple(layers), tuple(norms), tuple(branches), beside[-1] if beside else None)
+    final = beside[-1] if beside else None
+    return Stack(list_path, tuple(layers), tuple(norms), tuple(after), tuple(branches), final)
+
+
+@cache
+def out_norms(layer: type[nn.Module]) -> frozenset[str] | None:
+    """Names of the children that a layer's forward calls on the output of the child called before, with no sum between.
+
+    Told from the source, in its order: `self.mlp(x)` then `self.post_norm(x)` makes `post_norm` one; with
+    `x = residual + x` between them it reads the stream. None where the source cannot be read.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(layer.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    found: set[str] = set()
+    fed_by_child = False
+    for node in _in_order(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            fed_by_child = False
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_self(node.func.value):
+            if fed_by_child:
+                found.add(node.func.attr)
+            fed_by_child = "norm" not in node.func.attr
+    return frozenset(found)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes in the order of evaluation: operands and arguments before what uses them."""
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
+    yield node
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] | None:
@@ -61,6 +107,8 @@ def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] |
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         if any(path.startswith(f"{o}.") for o in others):
+            continue
+        if any(name.isdigit() for name in path[len(submodel.path) :].split(".")):  # a list inside a block
             continue
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
         if isinstance(depth, int) and len(items) < depth:

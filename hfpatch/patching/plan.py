@@ -272,7 +272,7 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     done = 0
     for template in patch.edits:
         resolved = list(template.resolve(context))
-        if not resolved:
+        if not resolved and not template.where.may_be_empty:
             return [Decision(entry.id, path, "refused", f"{template.where} matched nothing in {_place(context)}")]
         for edit in resolved:
             there = next((r for r in records_of(edit.module) if r.slot == edit.slot), None)

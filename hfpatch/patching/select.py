@@ -19,10 +19,12 @@ class Selection:
     Args:
         description: Names the rule in plans and in errors.
         find: The rule.
+        may_be_empty: A model without such modules is not refused.
     """
 
     description: str
     find: Callable[[Context], Iterable[Target]]
+    may_be_empty: bool = False
 
     def targets(self, context: Context) -> tuple[Target, ...]:
         """The modules picked, in the model's own order, none twice."""
@@ -57,6 +59,13 @@ def first_layer() -> Selection:
 def layer_norms() -> Selection:
     """Norms that are children of a decoder layer: they read the stream, or write to it."""
     return Selection("norms of the decoder layers", lambda c: _targets(c.stack.layer_norms if c.stack else ()))
+
+
+def branch_out_norms() -> Selection:
+    """Norms of the decoder layers that a branch's output goes through before it joins the stream; may be none."""
+    return Selection(
+        "norms after the branches", lambda c: _targets(c.stack.branch_out_norms if c.stack else ()), may_be_empty=True
+    )
 
 
 def branches() -> Selection:

@@ -7,8 +7,8 @@ turns it into NaN, and the loss is NaN at every step. Gemma 3 270M's stream reac
 float16 weights are unusable as shipped, with and without autocast, with eager and sdpa attention.
 
 ## What this changes
-The input of the first decoder layer is cast to float32, and so is what goes into the norms of the layers,
-which then write float32: what a norm after a branch adds to the stream can pass 65,504 by itself. Attention
+The input of the first decoder layer is cast to float32, and the norms of the layers then write
+float32. A norm after a branch (Gemma 2 and 3) is given float32 too: what it adds can pass 65,504 by itself. Attention
 and MLP get their input cast back to the dtype of their own weights, and the final norm's output is cast
 back too. Weights, state dict and the dtype of `last_hidden_state` and of the KV cache stay
 as they are; `hidden_states` of inner layers are float32. Casting at the layer and not at the embedding
@@ -116,7 +116,7 @@ PATCH = Patch(
     condition=condition,
     edits=(
         edits.cast_input(select.first_layer(), to="float32"),
-        edits.cast_input(select.layer_norms(), to="float32"),
+        edits.cast_input(select.branch_out_norms(), to="float32"),
         edits.cast_input(select.branches(), to="weights"),
         edits.cast_output(select.final_norm(), to="weights"),
     ),
