@@ -188,7 +188,8 @@ def test_norms_that_only_late_layers_have() -> None:
     assert (norm.source, norm.count) == (TEXT, 1)
 
 
-def test_changed_norm_is_named() -> None:
+def test_changed_norm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     model = tiny_model("llama")
     model.model.norm.variance_epsilon = 1e-3
     norm = next(n for n in hfpatch.inspect(model).norms if n.path == "model.norm")
