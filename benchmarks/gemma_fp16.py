@@ -437,10 +437,7 @@ def speed(setting: Setting) -> list[Row]:
         del model
         free(setting.device)
     for what, rows in found.items():
-        table(
-            f"e. {what}, {shape[0]} x {shape[1]} tokens, {parameters / 1e9:.2f} B parameters, r 16 on all projections",
-            rows,
-        )
+        table(f"e. {what}, {shape[0]} x {shape[1]} tokens, {parameters:,} parameters", rows)
     print(
         f"\nMedian of {setting.pairs} alternations after a warm-up. Ratios: patched to stock with the same autocast, "
         f"paired, in one process on one model; targets: time at most {TARGET_TIME}, peak at most {TARGET_MEMORY}. Rows "
