@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.errors import InputError
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, stock_class
+from hfpatch.model.survey import ADAPTERS, TOOL_PACKAGES, Submodel, Survey, stock_class
 
 Shape = frozenset[tuple[str, str]]
 """(path with list indices made N, class name) of each module: a model's structure, whatever its depth."""
@@ -85,16 +84,17 @@ def _differing(survey: Survey, submodel: Submodel) -> Iterable[tuple[str, nn.Mod
 def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str, nn.Module]]:
     """The submodel's modules as a reference build would name them, without adapters and what they hold."""
     out: list[tuple[tuple[str, str], str, nn.Module]] = []
-    skip: list[str] = []
+    start = len(submodel.path) + 1 if submodel.path else 0
+    skip: tuple[str, ...] = ()
     for path, module in survey.below(submodel.path):
-        if skip and path.startswith(skip[-1]):
+        if path.startswith(skip or ("\n",)):
             continue
-        if type(module).__module__.startswith(TOOL_PACKAGES[:4]) and not type(module).__module__.startswith("torch."):
-            skip.append(f"{path}.")
+        if type(module).__module__.startswith(ADAPTERS):
+            skip = (f"{path}.",)
             continue
-        relative = path[len(submodel.path) :].lstrip(".")
+        relative = path[start:]
         if "_orig_mod" in relative:
-            relative = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", relative).lstrip(".")
+            relative = ".".join(name for name in relative.split(".") if name != "_orig_mod")
         out.append(((_generic(relative), _class_name(module)), path, module))
     return out
 
@@ -107,7 +107,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _generic(path: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1N", path)
+    return ".".join("N" if name.isdigit() else name for name in path.split("."))
 
 
 def reference(cls: type[PreTrainedModel], config: PreTrainedConfig, *, shallow: bool) -> Shape | None:

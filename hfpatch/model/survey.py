@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import NotAModelError
 
-TOOL_PACKAGES = (
-    "peft.",
-    "accelerate.",
-    "bitsandbytes.",
-    "torch.",
-    "transformers.integrations.",
-    "transformers.quantizers.",
-)
+if TYPE_CHECKING:
+    from hfpatch.model.roles import Stack
+
+ADAPTERS = ("peft.", "accelerate.", "bitsandbytes.")
+"""Packages whose modules stand in the place of a model's own ones and hold them."""
+
+TOOL_PACKAGES = (*ADAPTERS, "torch.", "transformers.integrations.", "transformers.quantizers.")
 """Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
 
 
@@ -64,6 +63,20 @@ class Survey:
     def path(self, module: nn.Module) -> str:
         """Path of a module from the root."""
         return self.paths[id(module)]
+
+    @cached_property
+    def added(self) -> dict[str, nn.Module]:
+        """Modules that transformers' own code did not make, by path."""
+        from hfpatch.model.added import added_modules
+
+        return added_modules(self)
+
+    @cached_property
+    def stacks(self) -> dict[str, Stack]:
+        """The decoder stack of each submodel that has one, by the submodel's path."""
+        from hfpatch.model.roles import stack
+
+        return {s.path: found for s in self.submodels if (found := stack(self, s)) is not None}
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """A module and everything in it, with paths from the root."""

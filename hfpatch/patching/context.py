@@ -32,12 +32,10 @@ class Context:
     compute_dtype: torch.dtype | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    @cached_property
+    @property
     def stack(self) -> Stack | None:
         """Decoder layers and their parts; None where the submodel has no such shape."""
-        from hfpatch.model.roles import stack
-
-        return None if self.submodel is None else stack(self.survey, self.submodel)
+        return None if self.submodel is None else self.survey.stacks.get(self.submodel.path)
 
     @cached_property
     def stream_dtype(self) -> torch.dtype | None:
@@ -48,12 +46,10 @@ class Context:
             return None
         return stream_dtype(self.survey, self.submodel, self.stack)
 
-    @cached_property
+    @property
     def added(self) -> dict[str, nn.Module]:
         """Modules that transformers' own code did not make, by path."""
-        from hfpatch.model.added import added_modules
-
-        return added_modules(self.survey)
+        return self.survey.added
 
     @cached_property
     def feeds(self) -> str | None:

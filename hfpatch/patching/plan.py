@@ -261,11 +261,11 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     from hfpatch.patching.guards import compiled_already, drift_verdict
 
     patch, path = entry.patch, context.submodel.path if context.submodel else None
-    mine = _records(context, entry.id)
     verdict = patch.condition(context)
     if isinstance(verdict, Refused):
         return [Decision(entry.id, path, "refused", verdict.reason, hint=patch.suggests)]
     if isinstance(verdict, NotNeeded):
+        mine = _records(context, entry.id)
         reason = f"already applied ({mine} edits)" if mine else verdict.reason
         return [Decision(entry.id, path, "not needed", reason, already=mine)]
     grouped: dict[Effect, list[Edit]] = {}
@@ -317,7 +317,8 @@ def _ask(decision: Decision, asked: bool) -> Decision:
 
 
 def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ...]:
-    if not any(p.is_meta for p in survey.root.parameters()):
+    first = next(survey.root.parameters(), None)
+    if first is None or not first.is_meta:
         return ()
     notes = ["weights are not loaded: whether added modules are trained is unknown"]
     if compute_dtype is None:
