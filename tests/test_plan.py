@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.errors import (
@@ -19,6 +20,7 @@ from hfpatch.errors import (
     RevertError,
     UnknownPatchError,
 )
+from hfpatch.model.source import build_on_meta
 from hfpatch.model.tiny import SpeechLLM
 from hfpatch.patching import edits, guards, registry, select
 from hfpatch.patching.language import Needed
@@ -89,8 +91,13 @@ def test_asked_for_and_refused_raises(tiny: Any) -> None:
 
 @pytest.mark.parametrize("architecture", ["olmo2", "olmo3", "exaone4", "gemma3n_text", "gemma4_text"])
 def test_refused_by_name_with_the_reason(architecture: str) -> None:
-    reason = registry.get("fp16-residual-overflow").patch.refuses[architecture]
-    assert "raw stream" in reason
+    """From the default configs, on meta."""
+    model = build_on_meta(CONFIG_MAPPING[architecture](dtype="float16"))
+    with pytest.raises(RefusedError, match="read.* the raw stream"):
+        hfpatch.apply(model, only="fp16-residual-overflow")
+    found = decision(hfpatch.plan(model), "fp16-residual-overflow")
+    assert found.decided == "refused"
+    assert "run it in bfloat16" in found.reason
 
 
 def test_exclude(gemma: Any) -> None:

@@ -1,0 +1,42 @@
+"""What the README says is what a run gave, or what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import hfpatch
+from hfpatch.patching import registry
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_figures_are_those_of_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.filled(README) == README
+    assert "NaN losses stock" in README
+
+
+def test_what_apply_says(gemma: Any, capsys: Any) -> None:
+    hfpatch.apply(gemma)
+    for line in capsys.readouterr().err.splitlines():
+        assert line in README
+
+
+def test_every_patch_and_public_function_is_named() -> None:
+    for patch_id in registry.entries():
+        assert f"`{patch_id}`" in README
+    functions = {n for n in hfpatch.__all__ if n[0].islower() and n != "errors"}
+    assert functions <= set(re.findall(r"\w+", README))
+
+
+def test_links() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
