@@ -22,6 +22,13 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @cache
 def _built(architecture: str) -> nn.Module:
     return tiny_model(architecture)
