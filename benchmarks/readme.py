@@ -47,9 +47,10 @@ def figures() -> str:
     lines += [
         "",
         f"Gemma 3 270M, its real weights, 4 x 512 tokens, {quality['device']}, torch {quality['versions']['torch']}, "
-        f"transformers {quality['versions']['transformers']}; the last two columns are a 3.9 B Gemma 3 shape with random "
-        "weights, 2 x 1,024 tokens, r 16.",
-        f"Patched against stock, in turn on one model: {steps['fp16 patched']['time / stock']:.2f} times the LoRA step, "
+        f"transformers {quality['versions']['transformers']}; the last two columns are a 3.9 B Gemma 3 shape "
+        "with random weights, 2 x 1,024 tokens, r 16.",
+        f"Patched against stock, in turn on one model: "
+        f"{steps['fp16 patched']['time / stock']:.2f} times the LoRA step, "
         f"{inference['fp16 patched']['time / stock']:.2f} times the forward pass, "
         f"{steps['fp16 patched']['peak / stock']:.2f} times the peak memory.",
         f"{train['steps']} LoRA steps with a GradScaler: {stock['non-finite losses']} NaN losses stock, "
@@ -66,7 +67,8 @@ def host_line(host: dict[str, Any]) -> str:
     """Cost of the engine."""
     warm = next(r for r in host["warm"]["times"] if r["modules"] > 1200 and r["modules"] < 1300)
     return (
-        f"Plan, apply and revert of everything on a {warm['modules']:,}-module model: {warm['together ms']:.0f} ms warm, "
+        f"Plan, apply and revert of everything on a {warm['modules']:,}-module model: "
+        f"{warm['together ms']:.0f} ms warm, "
         "no tensor added."
     )
 

@@ -8,10 +8,20 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaForCausalLM, PreTrainedModel, WhisperModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FunnelConfig,
+    FunnelModel,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    SamConfig,
+    SamModel,
+    WhisperModel,
+)
 
 import hfpatch
-from hfpatch.errors import InputError
+from hfpatch.errors import ApplyError, InputError
 from hfpatch.model.added import added_modules
 from hfpatch.model.norms import is_norm, untrained
 from hfpatch.model.survey import Survey
@@ -156,3 +166,71 @@ def test_what_proves_that_a_norm_is_untrained() -> None:
 )
 def test_is_norm(module: nn.Module, want: bool) -> None:
     assert is_norm(module) is want
+
+
+class PropertyNorm(HandNorm):
+    """eps behind a property, with or without a setter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, "held")
+
+    @property
+    def eps(self) -> float:
+        return self.held
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self.held = value
+
+
+def test_eps_behind_a_property_is_left_alone_and_hinders_nothing(tiny: Any) -> None:
+    model = SpeechLLM(tiny("llama"))
+    model.other = PropertyNorm(24)
+    fix = hfpatch.apply(model, verbose=False)
+    assert (model.ln_speech.eps, model.other.eps) == (1e-6, 1e-4)
+    fix.revert()
+    assert model.ln_speech.eps == 1e-4
+
+
+def test_a_setter_that_writes_and_raises_is_undone(tiny: Any) -> None:
+    class Picky(nn.LayerNorm):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "eps" and value == 1e-6:
+                raise OSError("validated after the write")
+
+    model = SpeechLLM(tiny("llama"))
+    model.picky = Picky(24, eps=1e-4)
+    with pytest.raises(ApplyError, match="everything was put back"):
+        hfpatch.apply(model)
+    assert model.picky.eps == 1e-4
+    assert not hfpatch.status(model)
+
+
+def test_half_precision_proves_nothing_without_a_bias() -> None:
+    """An AdamW step of 1e-3 is lost beside a 1 in bfloat16, not beside a 0."""
+    for norm, want in ((nn.RMSNorm(4), False), (nn.LayerNorm(4), True)):
+        norm.bfloat16()
+        optimizer = torch.optim.AdamW(norm.parameters(), lr=1e-3, weight_decay=0)
+        assert untrained(norm) is want
+        norm(torch.randn(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        assert not untrained(norm)
+
+
+def test_copies_that_peft_keeps_are_decided_together(tiny: Any) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["ln_speech"])
+    model = get_peft_model(SpeechLLM(tiny("llama")), config)
+    model.add_adapter("b", config)
+    hfpatch.apply(model, verbose=False)
+    assert {m.eps for p, m in model.named_modules() if "ln_speech." in p and is_norm(m)} == {1e-6}
+
+
+def test_a_stock_class_that_rejects_a_cut_config_has_nothing_added() -> None:
+    with torch.device("meta"):
+        assert added(FunnelModel(FunnelConfig())) == set()
+
+
+def test_attention_classes_that_follow_the_implementation_are_not_added() -> None:
+    with torch.device("meta"):
+        assert added(SamModel(SamConfig())) == set()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import CompileConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 from hfpatch.model.tiny import SpeechLLM, rescale, tiny_model
@@ -172,7 +176,7 @@ def test_verify(gemma: Any, ids: torch.Tensor) -> None:
 
 
 def test_verify_wants_something_to_compare(tiny: Any, gemma: Any, ids: torch.Tensor) -> None:
-    with pytest.raises(hfpatch.errors.InputError, match="nothing was applied"):
+    with pytest.raises(hfpatch.errors.InputError, match="nothing is applied"):
         hfpatch.apply(tiny("llama"), verbose=False).verify({"input_ids": ids})
     with pytest.raises(hfpatch.errors.InputError, match="the batch does not fit"):
         fix(gemma).verify({"input_idz": ids})
@@ -188,3 +192,112 @@ def test_weights_as_is_a_float32_copy_without_the_copy(tiny: Any, ids: torch.Ten
             raise ZeroDivisionError
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert all(not m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("norm", ["input_layernorm", "post_feedforward_layernorm", "norm"])
+def test_norms_that_peft_wraps_are_norms_still(norm: str, gemma: Any, ids: torch.Tensor) -> None:
+    exact = copy.deepcopy(gemma).float()(input_ids=ids).logits.detach()
+    wrapped = get_peft_model(gemma, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[norm]))
+    applied = fix(wrapped)
+    assert not [e.path for e in applied.edits if "norm" in e.path and e.after.rule.weight and norm != "norm"]
+    with torch.no_grad():
+        assert error(wrapped(input_ids=ids).logits, exact) < 4e-3
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", ""])
+def test_compiled_parts(part: str, gemma: Any, ids: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    exact = copy.deepcopy(gemma).float()(input_ids=ids).logits.detach()
+    layers = gemma.model.layers
+    for i, layer in enumerate(layers):
+        if part:
+            setattr(layer, part, torch.compile(getattr(layer, part), backend="eager"))
+        else:
+            layers[i] = torch.compile(layer, backend="eager")
+    fix(gemma)
+    with torch.no_grad():
+        assert error(gemma(input_ids=ids).logits, exact) < 4e-3
+
+
+@pytest.mark.parametrize("cast_adapters", [True, False])
+def test_verify_on_a_lora_model(cast_adapters: bool, gemma: Any, ids: torch.Tensor) -> None:
+    model = get_peft_model(
+        gemma, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), autocast_adapter_dtype=cast_adapters
+    )
+    before = {n: (id(p), p.data_ptr(), p.dtype) for n, p in model.named_parameters()}
+    proof = fix(model).verify({"input_ids": ids})
+    assert proof["after"].finite
+    assert proof["after"].kl < proof["bfloat16 weights"].kl / 10
+    assert {n: (id(p), p.data_ptr(), p.dtype) for n, p in model.named_parameters()} == before
+
+
+def test_verify_on_a_composite_with_features(ids: torch.Tensor) -> None:
+    llm = tiny_model("gemma3_text")
+    rescale(llm, {}, OVERFLOWING)
+    model = SpeechLLM(llm).half()
+    proof = hfpatch.apply(model, verbose=False).verify({"input_ids": ids, "features": torch.randn(2, 3, 24)})
+    assert proof["after"].finite
+    assert proof["after"].kl < proof["bfloat16 weights"].kl
+
+
+def test_verify_leaves_hooks_in_their_order(gemma: Any, ids: torch.Tensor) -> None:
+    fixed = fix(gemma)
+    seen: list[torch.dtype] = []
+    gemma.model.layers[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0].dtype))
+    fixed.verify({"input_ids": ids})
+    seen.clear()
+    gemma(input_ids=ids)
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("batch", [None, [1], {"input_ids": torch.full((1, 4), 999)}, {"past_key_values": 1}])
+def test_verify_of_a_bad_batch(batch: Any, gemma: Any) -> None:
+    fixed = fix(gemma)
+    with pytest.raises(hfpatch.errors.InputError):
+        fixed.verify(batch)
+    assert hfpatch.status(gemma).patches == ("fp16-residual-overflow",)
+    assert {p.dtype for p in gemma.parameters()} == {torch.float16}
+
+
+def test_no_target_is_no_loss(gemma: Any, ids: torch.Tensor) -> None:
+    proof = fix(gemma).verify({"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    assert proof["after"].loss != proof["after"].loss
+    assert proof["after"].top1 == 1
+
+
+def test_a_compiled_forward_is_seen(gemma: Any, ids: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    gemma.forward = torch.compile(gemma.forward, backend="eager")
+    gemma(input_ids=ids)
+    with pytest.raises(hfpatch.errors.RefusedError, match=r"torch\._dynamo\.reset"):
+        fix(gemma)
+    torch._dynamo.reset()
+
+
+def test_what_generate_compiled_is_seen(gemma: Any, ids: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    compile_config = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    compile_config._compile_all_devices = True
+    words = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    gemma.generate(ids, attention_mask=torch.ones_like(ids), compile_config=compile_config, **words)
+    with pytest.raises(hfpatch.errors.RefusedError, match=r"torch\._dynamo\.reset"):
+        fix(gemma)
+    torch._dynamo.reset()
+
+
+class Gated(LlamaDecoderLayer):
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **kwargs) * 1.0
+
+
+def test_a_forward_that_somebody_else_wrote_is_refused(tiny: Any) -> None:
+    """The repro runs transformers' own layers: it cannot speak for these."""
+    subclassed, replaced = tiny("llama").half(), tiny("llama").half()
+    for layer in subclassed.model.layers:
+        layer.__class__ = Gated
+    layer = replaced.model.layers[1]
+    layer.forward = types.MethodType(lambda self, x, **_: x, layer)
+    for model in (subclassed, replaced):
+        with pytest.raises(hfpatch.errors.RefusedError, match="which no repro of this patch runs"):
+            fix(model)
+        assert hfpatch.apply(model, verbose=False).edits == ()

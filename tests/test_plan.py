@@ -93,7 +93,7 @@ def test_asked_for_and_refused_raises(tiny: Any) -> None:
 def test_refused_by_name_with_the_reason(architecture: str) -> None:
     """From the default configs, on meta."""
     model = build_on_meta(CONFIG_MAPPING[architecture](dtype="float16"))
-    with pytest.raises(RefusedError, match="read.* the raw stream"):
+    with pytest.raises(RefusedError, match=r"read.* the raw stream"):
         hfpatch.apply(model, only="fp16-residual-overflow")
     found = decision(hfpatch.plan(model), "fp16-residual-overflow")
     assert found.decided == "refused"
@@ -264,3 +264,27 @@ def test_plan_and_applied_print_as_text_and_html(gemma: Any) -> None:
     assert made.to_dict()["decisions"][2]["edits"][0] == {
         "path": "model.layers.0", "slot": "input dtype", "before": "-", "after": "float32"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"only": 3},
+        {"only": [None]},
+        {"include": True},
+        {"exclude": object()},
+        {"options": "x"},
+        {"options": {"eps-alignment": 3}},
+        {"options": {"eps-alignment": {"modules": ["nope*"]}}},
+        {"added_modules": 3},
+        {"added_modules": "nope", "only": "fp16*"},
+        {"only": ["suggested"]},
+    ],
+)
+def test_bad_arguments_are_typed_errors(words: Any, gemma: Any) -> None:
+    with pytest.raises(InputError):
+        hfpatch.plan(gemma, **words)
+
+
+def test_a_glob_names_no_patch_in_particular(tiny: Any) -> None:
+    assert {d.decided for d in hfpatch.plan(tiny("gpt2").half(), only="*").decisions} == {"not needed", "refused"}

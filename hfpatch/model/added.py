@@ -38,20 +38,27 @@ def added_modules(survey: Survey) -> dict[str, nn.Module]:
     for path, module in survey.modules.items():
         if path and not any(path == p or path.startswith(f"{p}." if p else "") for p in inside) and _counts(module):
             added[path] = module
-    for path in _named(survey):
+    for path in named_by_caller(survey):
         added.update(survey.below(path))
     return added
 
 
-def _named(survey: Survey) -> Iterable[str]:
+def named_by_caller(survey: Survey) -> Iterable[str]:
+    """Paths of the modules that `added_modules=` names.
+
+    Raises:
+        InputError: A name matches nothing, or is no name.
+    """
     wanted: Any = survey.named_by_caller
+    if wanted is not None and not isinstance(wanted, (str, nn.Module, list, tuple, set)):
+        raise InputError(f"added_modules: want paths or modules, got {type(wanted).__name__}")
     for item in [] if wanted is None else [wanted] if isinstance(wanted, (str, nn.Module)) else wanted:
         if isinstance(item, nn.Module):
             if id(item) not in survey.paths:
                 raise InputError(f"added_modules: a {type(item).__name__} that is not part of this model")
             yield survey.path(item)
         else:
-            hits = [p for p in survey.modules if p and fnmatch.fnmatchcase(p, str(item))]
+            hits = [p for p in survey.modules if p and isinstance(item, str) and fnmatch.fnmatchcase(p, item)]
             if not hits:
                 raise InputError(f"added_modules: no module path matches {item!r}")
             yield from hits
@@ -135,16 +142,19 @@ class _Config:
 
 @lru_cache(maxsize=64)
 def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape | None:
-    config = copy.deepcopy(carried.config)
-    config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage]  # every class accepts it, and modules do not differ by it
-    if shallow:
-        cut_layers(config)
-    try:
-        with torch.device("meta"):
-            built = cls(config)
-    except REJECTIONS:
-        return None
-    return frozenset((_generic(p), _class_name(m)) for p, m in built.named_modules())
+    live = carried.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
+    for attention in dict.fromkeys((live if live in ("eager", "sdpa") else "eager", "eager")):
+        config = copy.deepcopy(carried.config)
+        config._attn_implementation = attention  # pyright: ignore[reportPrivateUsage]
+        try:
+            if shallow:
+                cut_layers(config)
+            with torch.device("meta"):
+                built = cls(config)
+        except (*REJECTIONS, NotImplementedError):
+            continue
+        return frozenset((_generic(p), _class_name(m)) for p, m in built.named_modules())
+    return None
 
 
 def cut_layers(config: PreTrainedConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -19,14 +20,26 @@ def is_norm(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     if isinstance(module, nn.modules.batchnorm._BatchNorm) or "batchnorm" in name or "groupnorm" in name:  # pyright: ignore[reportPrivateUsage]
         return False
-    if "norm" not in name or next(module.children(), None) is not None:
+    if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "norm" not in name:
+        return False
+    if next(module.children(), None) is not None:
         return False
     return all(p.dim() <= 1 for p in module.parameters(recurse=False))
 
 
+def acts_as_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, or a wrapper that holds nothing but norms (PEFT's, torch.compile's)."""
+    if is_norm(module):
+        return True
+    owners = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+    return bool(owners) and all(is_norm(m) for m in owners)
+
+
 def eps_name(module: nn.Module) -> str | None:
-    """The attribute that holds a norm's eps; None where it has none."""
+    """The plain attribute that holds a norm's eps; None where it has none, or keeps it behind a property."""
     for name in EPS_NAMES:
+        if hasattr(inspect.getattr_static(type(module), name, None), "__get__"):
+            continue
         value = getattr(module, name, None)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return name
@@ -48,11 +61,19 @@ def untrained(module: nn.Module) -> bool:
     """Whether a norm is provably as it was made: weight all 1, bias all 0, and free to train.
 
     A norm without a weight, a frozen one (what follows it may have been trained on its output) and
-    one whose weights are not loaded (meta) prove nothing.
+    one whose weights are not loaded (meta) prove nothing. Nor does a half-precision weight of 1 alone: an
+    optimizer step of 1e-3 is lost beside a 1 in bfloat16; a bias of 0 beside it would have moved.
     """
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or not weight.requires_grad or weight.is_meta:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, torch.Tensor) or not weight.requires_grad:
         return False
-    bias = getattr(module, "bias", None)
+    return (bias is not None or weight.dtype == torch.float32) and as_made(module)
+
+
+def as_made(module: nn.Module) -> bool:
+    """Whether a norm's weight is all 1 and its bias, if any, all 0. Not so for weights that are not loaded."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, torch.Tensor) or weight.is_meta:
+        return False
     clean_bias = bias is None or (isinstance(bias, torch.Tensor) and not bool(bias.detach().any()))
     return bool((weight.detach() == 1).all()) and clean_bias

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from hfpatch.model.norms import is_norm
+from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.survey import Submodel, Survey
 
 Place = tuple[str, nn.Module]
@@ -44,11 +44,11 @@ def stack(survey: Survey, submodel: Submodel) -> Stack | None:
     norms: list[Place] = []
     after: list[Place] = []
     branches: list[Place] = []
-    for path, layer in layers:
+    for path, layer in (peeled(*place) for place in layers):
         out = out_norms(type(layer))
         for name, child in layer.named_children():
             place = (f"{path}.{name}", child)
-            if is_norm(child):
+            if acts_as_norm(child):
                 norms.append(place)
                 if out is None or name in out:
                     after.append(place)
@@ -58,7 +58,7 @@ def stack(survey: Survey, submodel: Submodel) -> Stack | None:
     beside = [
         (f"{parent}.{name}" if parent else name, child)
         for name, child in survey.modules[parent].named_children()
-        if is_norm(child)
+        if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
     return Stack(list_path, tuple(layers), tuple(norms), tuple(after), tuple(branches), final)
@@ -121,10 +121,18 @@ def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] |
     return None if best is None else (best[1], best[2])
 
 
+def peeled(path: str, module: nn.Module) -> Place:
+    """A module without the wrappers that torch.compile and torch's activation checkpointing put around it."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if isinstance(inner := getattr(module, name, None), nn.Module):
+            return peeled(f"{path}.{name}", inner)
+    return path, module
+
+
 def _is_block(module: nn.Module) -> bool:
-    children = list(module.children())
-    return any(is_norm(c) for c in children) and any(
-        not is_norm(c) and any(True for _ in c.parameters()) for c in children
+    children = list(peeled("", module)[1].children())
+    return any(acts_as_norm(c) for c in children) and any(
+        not acts_as_norm(c) and any(True for _ in c.parameters()) for c in children
     )
 
 

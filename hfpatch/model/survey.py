@@ -109,14 +109,8 @@ class Survey:
 
     @cached_property
     def compiled(self) -> tuple[str, ...]:
-        """Paths of modules that `torch.compile` or `module.compile()` was called on."""
-        from torch._dynamo.eval_frame import OptimizedModule
-
-        return tuple(
-            path
-            for path, module in self.modules.items()
-            if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
-        )
+        """Paths of modules that were compiled, whole or their forward, by the caller or by transformers' `generate`."""
+        return tuple(path for path, module in self.modules.items() if _is_compiled(module))
 
 
 def root_module(given: object) -> nn.Module:
@@ -152,3 +146,13 @@ def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
 
 def _inside(path: str, outer: str) -> bool:
     return outer in ("", path) or path.startswith(f"{outer}.")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = module.__dict__
+    return (
+        isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        or own.get("_compiled_call_impl") is not None
+        or own.get("_compiled_call") is not None  # kept by transformers' generate
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )

@@ -47,6 +47,10 @@ class Applied:
         """Parameters the patches added, for the optimizer."""
         return ()
 
+    def log(self) -> list[tuple[nn.Module, Record]]:
+        """What of it the model carries now: each edited module with its undo-log entry, oldest first."""
+        return [(module, record) for _, module, record in _log(self.model, self.id)]
+
     def revert(self) -> None:
         """Put back everything this application changed; a second call finds nothing to do.
 
@@ -197,7 +201,8 @@ def carry_out(model: nn.Module, made: Plan) -> Applied:
             for edit in decision.edits:
                 _do(edit, application, decision)
     except BaseException:
-        _undo_all(model, application)
+        for _, module, record in reversed(_log(model, application)):
+            undo(module, record)
         raise
     return Applied(model, made, application)
 
@@ -205,7 +210,7 @@ def carry_out(model: nn.Module, made: Plan) -> Applied:
 def _do(edit: Edit, application: str, decision: Decision) -> None:
     try:
         do(edit, application, decision.patch)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise ApplyError(
             f"{decision.patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
             f"({type(error).__name__}: {error}); everything was put back"
@@ -259,13 +264,17 @@ def revert(model: object) -> None:
     _undo_all(root_module(model), None)
 
 
-def _undo_all(model: nn.Module, application: str | None) -> None:
-    log = [
+def _log(model: nn.Module, application: str | None) -> list[tuple[str, nn.Module, Record]]:
+    return [
         (path, module, record)
         for path, module in model.named_modules()
         for record in records_of(module)
         if application is None or record.application == application
     ]
+
+
+def _undo_all(model: nn.Module, application: str | None) -> None:
+    log = _log(model, application)
     if any(r.slot.endswith(" dtype") for _, _, r in log) and (reason := compiled_already(Survey(model))):
         raise RevertError(f"cannot take the hooks off now: {reason}")
     changed = [

@@ -60,8 +60,10 @@ class Context:
         from hfpatch.errors import NoEmbeddingError
         from hfpatch.model.embed import resolve
 
-        if self.options.get("backbone") is not None:
-            return str(self.options["backbone"])
+        wanted = self.options.get("backbone")
+        if wanted is not None:
+            named = [s.path for s in self.survey.submodels if wanted in (s.path, s.architecture)]
+            return named[0] if len(named) == 1 else None
         try:
             return resolve(self.survey)[0].path
         except NoEmbeddingError:

@@ -7,9 +7,13 @@ import hashlib
 import inspect
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch import nn
+
+from hfpatch.model.roles import peeled
 from hfpatch.patching.context import Context
 from hfpatch.patching.language import Upstream
 
@@ -38,12 +42,45 @@ def digest(function: Any) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
-def drifted(upstream: Iterable[Upstream], context: Context) -> dict[str, str]:
-    """Methods these modules would run whose bodies are not known ones: qualified name -> digest."""
+@dataclass(frozen=True)
+class Drift:
+    """Bodies that a patch was not proved against.
+
+    Attributes:
+        changed: Methods of transformers' own classes, name -> digest: the patch's repro can speak for them.
+        foreign: Methods that are somebody else's, of a subclass or set on one module: no repro runs them.
+    """
+
+    changed: dict[str, str]
+    foreign: tuple[str, ...]
+
+
+def drift(upstream: Iterable[Upstream], context: Context) -> Drift:
+    """Methods that the modules in question would run and whose bodies are not known ones."""
     changed: dict[str, str] = {}
+    foreign: dict[str, None] = {}
     for item in upstream:
-        for cls in {type(t.module) for t in item.where.targets(context)}:
-            method: Any = getattr(cls, item.method)
-            if (found := digest(method)) not in item.known:
-                changed[f"{cls.__module__}.{cls.__qualname__}.{item.method}"] = found
-    return dict(sorted(changed.items()))
+        bodies: set[tuple[type, str]] = set()
+        for target in item.where.targets(context):
+            for module in _inner(target.module):
+                if item.method in module.__dict__ and "_hf_hook" not in module.__dict__:
+                    foreign[f"{target.path}.{item.method}, set on this module"] = None
+                owner = next(c for c in type(module).__mro__ if item.method in c.__dict__)
+                bodies.add((owner, item.method))
+        for cls, method in bodies:
+            name = f"{cls.__module__}.{cls.__qualname__}.{method}"
+            if (found := digest(cls.__dict__[method])) in item.known:
+                continue
+            if cls.__module__.startswith("transformers."):
+                changed[name] = found
+            else:
+                foreign[name] = None
+    return Drift(dict(sorted(changed.items())), tuple(foreign))
+
+
+def _inner(module: nn.Module) -> list[nn.Module]:
+    """What a wrapper (PEFT's around a norm, torch.compile's) holds; else the module itself."""
+    _, module = peeled("", module)
+    if not type(module).__module__.startswith("peft."):
+        return [module]
+    return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]

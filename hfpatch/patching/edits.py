@@ -13,11 +13,14 @@ in `__dict__`, so that a deepcopy or an unpickled model can be asked and reverte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
+from hfpatch.errors import RefusedError
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.select import Selection
 
@@ -90,9 +93,17 @@ class Template:
     text: str
 
     def resolve(self, context: Context) -> Iterable[Edit]:
-        """The edits for one model. Changes nothing."""
+        """The edits for one model. Changes nothing.
+
+        Raises:
+            RefusedError: An attribute to be set is not a plain one.
+        """
         for target in self.where.targets(context):
             name = self.name(context, target)
+            if hasattr(inspect.getattr_static(type(target.module), name, None), "__set__"):
+                raise RefusedError(
+                    f"{name} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
+                )
             before = target.module.__dict__.get(name, ABSENT) if self.kind == "set_attribute" else ABSENT
             yield Edit(target.path, target.module, name, before, self.value(context, target))
 
@@ -154,7 +165,7 @@ def do(edit: Edit, application: str, patch: str) -> None:
     try:
         _write(edit.module, edit.slot, edit.after)
     except BaseException:
-        _drop(edit.module, record)
+        undo(edit.module, record)  # it may have been written before it raised
         raise
 
 
@@ -162,6 +173,33 @@ def undo(module: nn.Module, record: Record) -> None:
     """Put back what was there before a record, and forget the record."""
     _restore(module, record)
     _drop(module, record)
+
+
+@contextmanager
+def lifted(log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
+    """The modules as they were before these records; afterwards as they are, hooks in the order they had."""
+    hooks = [(kind, dict(kind)) for module, _ in log for kind in _hook_tables(module)]
+    for module, record in reversed(log):
+        _restore(module, record)
+    try:
+        yield
+    finally:
+        for kind, held in hooks:
+            kind.clear()
+            kind.update(held)
+        for module, record in log:
+            if not record.slot.endswith(" dtype"):
+                setattr(module, record.slot, record.after)
+
+
+def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
 
 
 def records_of(module: nn.Module) -> list[Record]:
@@ -199,7 +237,7 @@ def _restore(module: nn.Module, record: Record) -> None:
     elif record.before is ABSENT:
         module.__dict__.pop(record.slot, None)
     else:
-        setattr(module, record.slot, record.before)
+        module.__dict__[record.slot] = record.before  # past any setter: this was its value
 
 
 def _unhook(hook: object, hooks: dict[int, Any], *flags: dict[int, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hfpatch.model.survey import Survey
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
-from hfpatch.patching.drift import drifted
+from hfpatch.patching.drift import drift
 from hfpatch.patching.language import Needed, Refused
 from hfpatch.patching.registry import Entry
 
@@ -40,12 +40,14 @@ def compiled_already(survey: Survey) -> str | None:
 
 def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
     """None where every upstream body is a known one; else what the patch's own repro says of the changed ones."""
-    changed = drifted(entry.patch.upstream, context)
-    if not changed:
+    found = drift(entry.patch.upstream, context)
+    if found.foreign:
+        return Refused(f"it was not proved with {found.foreign[0]}, which no repro of this patch runs")
+    if not found.changed:
         return None
     architecture = context.submodel.architecture if context.submodel else ""
-    failure = _repro_fails(entry.id, architecture, tuple(changed.items()))
-    names = ", ".join(changed)
+    failure = _repro_fails(entry.id, architecture, tuple(found.changed.items()))
+    names = ", ".join(found.changed)
     if failure is None:
         return Needed(f"warning: {names} changed upstream; the patch's repro was run here and is cured")
     return Refused(f"{names} changed upstream, and the patch's repro is not cured any more: {failure}")

@@ -154,12 +154,14 @@ def plan(
         ConflictError: Two patches want different things of the same place.
         InputError: Another argument cannot be used.
     """
+    from hfpatch.model.added import named_by_caller
     from hfpatch.model.survey import Survey
 
     survey = Survey(model, added_modules)
     entries = registry.entries()
     wanted = None if only is None else _ids(only)
-    asked = _ids(include) | (wanted or set())
+    asked = _ids([n for n in _names(include) if n != SUGGESTED]) | (wanted or set())
+    list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
     excluded = _ids(exclude)
     chosen_options = _options(entries, options)
     decisions: list[Decision] = []
@@ -173,7 +175,7 @@ def plan(
         decisions.extend(_decide(entry, survey, as_dtype(compute_dtype), settings))
     everything = SUGGESTED in _names(include)
     decided = tuple(_ask(d, d.patch in asked or everything) for d in decisions)
-    _check_asked(decided, wanted)
+    _check_asked(decided, set(_names(only)))
     _check_conflicts(decided)
     return Plan(type(survey.root).__name__, decided, _unknown(survey, as_dtype(compute_dtype)))
 
@@ -188,15 +190,20 @@ def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
 
 
 def _names(given: Names) -> list[str]:
-    return [] if given is None else [given] if isinstance(given, str) else list(given)
+    names: Any = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in names):
+        raise InputError(f"only=, include= and exclude= take patch ids or globs, got {given!r}")
+    return list(names)
 
 
 def _ids(given: Names) -> set[str]:
-    return {patch_id for name in _names(given) if name != SUGGESTED for patch_id in registry.match(name)}
+    return {patch_id for name in _names(given) for patch_id in registry.match(name)}
 
 
 def _options(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(v, Mapping) for v in given.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"options= takes {{patch id: {{name: value}}}}, got {given!r}")
     for patch_id, settings in (given or {}).items():
         if patch_id not in entries:
             raise registry.unknown(patch_id, entries)
@@ -271,7 +278,10 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     grouped: dict[Effect, list[Edit]] = {}
     done = 0
     for template in patch.edits:
-        resolved = list(template.resolve(context))
+        try:
+            resolved = list(template.resolve(context))
+        except RefusedError as error:
+            return [Decision(entry.id, path, "refused", str(error))]
         if not resolved and not template.where.may_be_empty:
             return [Decision(entry.id, path, "refused", f"{template.where} matched nothing in {_place(context)}")]
         for edit in resolved:
@@ -326,12 +336,13 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
     return tuple(notes)
 
 
-def _check_asked(decisions: Iterable[Decision], wanted: set[str] | None) -> None:
+def _check_asked(decisions: Iterable[Decision], named: set[str]) -> None:
+    """A patch named by its id must not be refused; one that only a glob names may be."""
     by_patch: dict[str, list[Decision]] = {}
     for d in decisions:
         by_patch.setdefault(d.patch, []).append(d)
     for patch_id, mine in by_patch.items():
-        if wanted and patch_id in wanted and all(d.decided == "refused" for d in mine):
+        if patch_id in named and all(d.decided == "refused" for d in mine):
             raise RefusedError(f"{patch_id} was asked for and is refused: {'; '.join(d.reason for d in mine)}")
 
 

@@ -1,12 +1,10 @@
-# torch swaps a module's weights through `_parameters` only
-# pyright: reportPrivateUsage=false
 """Proof: a patch's own cases, and one model on one batch, before and after, against float32."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,8 @@ import torch
 from torch import nn
 
 from hfpatch.errors import HfpatchError, InputError
-from hfpatch.patching.edits import do
+from hfpatch.model.survey import Survey
+from hfpatch.patching.edits import lifted
 from hfpatch.patching.language import Case
 from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet
@@ -91,7 +90,7 @@ class Figures:
 
     Attributes:
         name: `before`, `after`, or a stock alternative.
-        loss: Mean cross-entropy of the next token, in nats; NaN where the logits are.
+        loss: Mean cross-entropy of the next token, in nats; NaN where the logits are, or no token has a target.
         kl: Mean KL divergence from the reference to this, in nats a token.
         top1: Share of tokens whose most likely token is the reference's.
         finite: Whether every logit is finite.
@@ -150,75 +149,94 @@ ALTERNATIVES: tuple[tuple[str, torch.dtype, torch.dtype | None], ...] = (
 def prove(applied: Applied, batch: Mapping[str, Any]) -> Proof:
     """See `Applied.verify`. The model is left as it was: patched, in its mode, its weights untouched."""
     model = applied.model
-    if not applied.edits:
-        raise InputError("nothing was applied to this model, so there is no before and after to verify")
-    device = next(model.parameters()).device
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    log = applied.log()
+    if not log:
+        raise InputError("nothing is applied to this model (any more), so there is no before and after to verify")
+    inputs, device = _placed(model, batch)
 
     def run(weights: torch.dtype | None, autocast: torch.dtype | None) -> torch.Tensor:
-        region = torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext()
-        if weights is None:
+        if weights is None:  # as the caller runs it, an active autocast region included
             return _logits(model, inputs)
-        with weights_as(model, weights), region:
+        with weights_as(model, weights), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             return _logits(model, _cast_floats(inputs, weights))
 
+    notes: list[str] = []
     with _evaluating(model), torch.no_grad():
-        with _suspended(applied):
-            with torch.autocast(device.type, enabled=False):
-                exact = run(torch.float32, None)
+        with lifted(log):
+            exact = run(torch.float32, None)
             targets = _targets(inputs, exact)
             reference = _score("float32 (reference)", exact, exact, targets)
             before = _score("before", run(None, None), exact, targets)
-            stock = [_score(name, run(w, a), exact, targets) for name, w, a in ALTERNATIVES]
+            stock = [_stock(name, lambda w=w, a=a: run(w, a), exact, targets, notes) for name, w, a in ALTERNATIVES]
         after = _score("after", run(None, None), exact, targets)
-    notes = [f"{int((targets != IGNORED).sum())} tokens scored; loss and KL in nats a token"]
+    notes += [f"{int((targets != IGNORED).sum())} tokens scored; loss and KL in nats a token"]
     quantised = sum(not p.is_floating_point() for p in model.parameters())
     if quantised:
         notes.append(f"{quantised} quantised weights run as they are in every row")
     return Proof(reference, (before, after, *stock), tuple(notes))
 
 
+def _stock(
+    name: str, run: Callable[[], torch.Tensor], exact: torch.Tensor, targets: torch.Tensor, notes: list[str]
+) -> Figures:
+    try:
+        return _score(name, run(), exact, targets)
+    except RuntimeError as error:  # an alternative that this model's own code does not take
+        notes.append(f"{name}: does not run here ({str(error).splitlines()[0]})")
+        return Figures(name, math.nan, math.nan, 0.0, finite=False)
+
+
+def _placed(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.device]:
+    """The batch where the model is."""
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f"verify wants the model's keyword arguments, such as {{'input_ids': ids}}; got {type(batch).__name__}"
+        )
+    if used := sorted({"past_key_values", "cache"} & set(batch)):
+        raise InputError(f"verify runs the whole sequence in every dtype: leave {used[0]} out of the batch")
+    devices = {p.device for p in model.parameters()}
+    if any(d.type == "meta" for d in devices):
+        raise InputError(
+            "some weights are on meta (not loaded, or offloaded): verify runs the model, so load them first"
+        )
+    device = next(model.parameters()).device
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}, device
+
+
 @contextlib.contextmanager
 def weights_as(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
-    """Run a model as if its weights were in another dtype, one module at a time.
+    """Run a model as if its floating-point weights were in another dtype, block by block. For inference only.
 
-    Each module's own floating-point weights are cast while its forward runs and dropped after, so the extra
-    memory is that of the largest module, not of a copy of the model. For inference only.
+    The weights of a decoder layer are cast when its forward begins and put back when it ends; all others
+    (embedding, head, projectors) for the whole run. So the extra memory is theirs and one layer's, not a copy
+    of the model. The parameters stay the same objects; only their `.data` is lent.
     """
-    held: dict[nn.Module, dict[str, Any]] = {}
+    survey = Survey(model)
+    blocks = [layer for stack in survey.stacks.values() for _, layer in stack.layers]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    lent: dict[nn.Parameter, torch.Tensor] = {}
 
-    def enter(module: nn.Module, _args: Any) -> None:
-        if module not in held:
-            held[module] = dict(module._parameters)
-            for name, weight in module._parameters.items():
-                if weight is not None and weight.is_floating_point():
-                    module._parameters[name] = weight.detach().to(dtype)  # pyright: ignore[reportArgumentType]
+    def lend(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter not in lent:
+                lent[parameter] = parameter.data
+                parameter.data = parameter.data.to(dtype)
 
-    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
-        module._parameters.update(held.pop(module, {}))
+    def give_back(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter in lent:
+                parameter.data = lent.pop(parameter)
 
-    owners = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
-    handles = [h for m in owners for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+    # before every other hook of the block, so that casts that follow the weights see the lent ones
+    handles = [b.register_forward_pre_hook(lambda m, _a: lend(m.parameters()), prepend=True) for b in blocks]
+    handles += [b.register_forward_hook(lambda m, _a, _o: give_back(m.parameters())) for b in blocks]
     try:
+        lend(p for p in model.parameters() if id(p) not in inside)
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for module, weights in held.items():
-            module._parameters.update(weights)
-
-
-@contextlib.contextmanager
-def _suspended(applied: Applied) -> Generator[None]:
-    """The model as it was before the application; afterwards the same edits again."""
-    decisions = applied.plan.of("applied")
-    applied.revert()
-    try:
-        yield
-    finally:
-        for decision in decisions:
-            for edit in decision.edits:
-                do(edit, applied.id, decision.patch)
+        give_back(list(lent))
 
 
 @contextlib.contextmanager
@@ -236,7 +254,7 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     try:
         output = model(**inputs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise InputError(f"the batch does not fit {type(model).__name__}: {error}") from error
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if logits is None and isinstance(output, Mapping):
@@ -273,8 +291,8 @@ def _score(name: str, logits: torch.Tensor, exact: torch.Tensor, targets: torch.
         top1 += float((p.argmax(-1) == q.argmax(-1)).sum()) if bool(q.isfinite().all()) else 0.0
         valid = wanted[part] != IGNORED
         loss -= float(q[valid].gather(-1, wanted[part][valid].unsqueeze(-1)).sum())
-    count = len(mine)
-    return Figures(name, loss / count, kl / count, top1 / count, bool(logits.isfinite().all()))
+    count, scored = len(mine), int((targets != IGNORED).sum())
+    return Figures(name, loss / scored if scored else math.nan, kl / count, top1 / count, bool(logits.isfinite().all()))
 
 
 def _cast_floats(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

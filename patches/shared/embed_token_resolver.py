@@ -53,7 +53,7 @@ def own(model: nn.Module) -> object:
     """What the object's own `get_input_embeddings()` gives; None where it is missing or fails."""
     try:
         return model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    except (AttributeError, NotImplementedError, TypeError):
+    except (AttributeError, NotImplementedError, TypeError, RuntimeError, ValueError):
         return None
 
 

@@ -8,7 +8,8 @@ backbone expects, and a checkpoint moved between two code bases that differ in e
 ## What this changes
 `eps` (or `variance_epsilon`) of added LayerNorms and RMSNorms becomes that of the backbone's final norm.
 Norms that are provably as they were made (weight 1, bias 0, trainable) are aligned in a bare apply; trained
-ones only when asked, because their weights were learned with the old eps. Native norms are never touched
+ones only when asked, because their weights were learned with the old eps. A half-precision weight without a
+bias proves nothing: there an optimizer's step is lost beside a 1. Native norms are never touched
 unless named with `options={"eps-alignment": {"modules": [...]}}`: many are meant to differ from the config
 (DeepSeek-V3's latent norms, mllama's pre and post norms, Qwen2.5-VL's vision norms).
 
@@ -18,7 +19,8 @@ raises the largest possible gain, 1/sqrt(eps), from 100 at 1e-4 to 1000 at 1e-6.
 delta eps / (2 * mean square of the row).
 
 ## Known limits
-A norm whose eps is a literal inside its forward, and one without an eps attribute, cannot be set. With
+A norm whose eps is a literal inside its forward, a tensor or a property cannot be set. A norm that was
+frozen while what follows it was trained, and is unfrozen now, looks untrained. With
 several language models in one object the one that is fed cannot be told: name it with
 `options={"eps-alignment": {"backbone": "path.of.the.llm"}}`.
 
@@ -30,6 +32,7 @@ follow the config); the SALMONN-style speech LLMs that set eps by hand.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -70,15 +73,21 @@ def condition(context: Context) -> Verdict:
     if wanted is None:
         return Refused("the backbone's final norm has no eps to align to")
     if not [t for t in added if misaligned(context, t)]:
-        return NotNeeded(f"{len(added)} added norms have the backbone's eps {wanted:g} already")
+        return NotNeeded(f"of {len(added)} added norms, none has an eps that can be set and is not {wanted:g}")
     return Needed(f"added norms differ from the backbone's eps {wanted:g}")
 
 
-def effect(_context: Context, target: Target) -> Effect:
-    """Prepares where nothing was learned with the old eps."""
-    from hfpatch.model.norms import untrained
+def effect(context: Context, target: Target) -> Effect:
+    """Prepares where nothing was learned with the old eps. Copies that PEFT keeps of one norm are judged together."""
+    from hfpatch.model.norms import as_made, untrained
 
-    return "prepares" if untrained(target.module) else "changes-function"
+    copies = [t.module for t in NORMS.targets(context) if _without_copy(t.path) == _without_copy(target.path)]
+    proved = any(untrained(m) for m in copies) and all(as_made(m) for m in copies)
+    return "prepares" if proved else "changes-function"
+
+
+def _without_copy(path: str) -> str:
+    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)$", "", path)
 
 
 def symptom(trial: Trial) -> str | None:
@@ -93,14 +102,18 @@ def symptom(trial: Trial) -> str | None:
 
 
 def _norms(context: Context) -> Iterable[Target]:
+    from hfpatch.errors import InputError
     from hfpatch.model.norms import is_norm
     from hfpatch.patching.context import Target
 
     yield from select.added_norms().find(context)
-    for pattern in context.options["modules"]:
-        for path, module in context.survey.modules.items():
-            if is_norm(module) and fnmatch.fnmatchcase(path, pattern):
-                yield Target(path, module)
+    wanted = context.options["modules"]
+    norms = {path: module for path, module in context.survey.modules.items() if is_norm(module)}
+    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+        paths = fnmatch.filter(norms, pattern)
+        if not paths:
+            raise InputError(f"options: eps-alignment: modules: no norm's path matches {pattern!r}")
+        yield from (Target(path, norms[path]) for path in paths)
 
 
 def _name(_context: Context, target: Target) -> str:

@@ -20,6 +20,9 @@ are exact to float32; matrix products are unchanged.
 
 ## Known limits
 A branch that overflows by itself (a down projection whose own output passes 65,504) is not mended.
+Refused for layers or norms whose forward somebody else wrote. PEFT's AdaptionPrompt added after the patch
+calls the projections past the casts: add it first. A function of your own compiled around the model and
+called before the patch goes on running the code it made; call `torch._dynamo.reset()`.
 Not served yet: norms whose kernels want input and weight of one dtype (torch's LayerNorm), and streams
 that modules other than layers read (Gemma 3n, Gemma 4). Nothing here outlives `save_pretrained`: a server
 that loads the checkpoint must patch it too.
@@ -58,6 +61,7 @@ LAYER_BODIES = (  # transformers 5.17, then 5.24
 )  # fmt: skip
 NORM_BODIES = ("7a85307ddc1d", "715bd3b9e51a", "85b2b02a8d29", "66de34439d41", "b03e6cdc86b3")
 
+TORCH_NORMS = "torch.nn.modules.normalization"
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
 
 
@@ -70,9 +74,8 @@ def condition(context: Context) -> Verdict:
     dtype = now if planned is None else str(planned).removeprefix("torch.")
     if dtype != "float16":
         return NotNeeded(f"the residual stream is {dtype}, whose range holds it")
-    strict = [
-        path for path, norm in (*stack.layer_norms, stack.final_norm) if type(norm).__module__.startswith("torch.")
-    ]
+    norms = (*stack.layer_norms, stack.final_norm)
+    strict = [path for path, norm in norms if any(type(m).__module__.startswith(TORCH_NORMS) for m in norm.modules())]
     if strict:
         return Refused(f"{strict[0]} is a torch norm, which wants its input in the dtype of its weight")
     sharded = [path for path, layer in stack.layers if _casts_back(layer)]
