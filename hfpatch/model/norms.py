@@ -18,9 +18,9 @@ def is_norm(module: nn.Module) -> bool:
     Batch and group norms are not meant; nor are containers that merely have "norm" in their name.
     """
     name = type(module).__name__.lower()
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) or "batchnorm" in name or "groupnorm" in name:  # pyright: ignore[reportPrivateUsage]
+    if "norm" not in name and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return False
-    if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "norm" not in name:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) or "batchnorm" in name or "groupnorm" in name:  # pyright: ignore[reportPrivateUsage]
         return False
     if next(module.children(), None) is not None:
         return False
@@ -31,6 +31,8 @@ def acts_as_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, or a wrapper that holds nothing but norms (PEFT's, torch.compile's)."""
     if is_norm(module):
         return True
+    if not type(module).__module__.startswith(("peft.", "torch._dynamo.")):
+        return False
     owners = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     return bool(owners) and all(is_norm(m) for m in owners)
 

@@ -124,7 +124,7 @@ def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] |
 def peeled(path: str, module: nn.Module) -> Place:
     """A module without the wrappers that torch.compile and torch's activation checkpointing put around it."""
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
-        if isinstance(inner := getattr(module, name, None), nn.Module):
+        if isinstance(inner := module.__dict__["_modules"].get(name), nn.Module):
             return peeled(f"{path}.{name}", inner)
     return path, module
 

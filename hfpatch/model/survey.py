@@ -151,7 +151,7 @@ def _inside(path: str, outer: str) -> bool:
 def _is_compiled(module: nn.Module) -> bool:
     own = module.__dict__
     return (
-        isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        "_orig_mod" in own["_modules"]
         or own.get("_compiled_call_impl") is not None
         or own.get("_compiled_call") is not None  # kept by transformers' generate
         or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
