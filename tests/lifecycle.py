@@ -71,6 +71,19 @@ def apply_peft_merge(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits(lora(model).merge_and_unload(), ids)
 
 
+def apply_peft_train_revert_apply(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Training stays when the patch goes; LoRA's B starts at zero, so one step at lr 0 leaves the logits."""
+    fix = apply(model)
+    wrapped = lora(model)
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.0).step()
+    fix.revert()
+    assert not hfpatch.status(wrapped)
+    assert not logits(wrapped, ids).isfinite().all()
+    apply(wrapped)
+    return logits(wrapped, ids)
+
+
 def ddp_then_apply(model: Any, ids: torch.Tensor) -> torch.Tensor:
     gloo()
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -279,6 +292,7 @@ ROWS = (
     Row("apply, get_peft_model", apply_then_peft, WORKS),
     Row("get_peft_model, apply", peft_then_apply, WORKS),
     Row("apply, get_peft_model, merge_and_unload", apply_peft_merge, WORKS),
+    Row("apply, get_peft_model, train, revert, apply", apply_peft_train_revert_apply, WORKS),
     Row("apply, DDP", apply_then_ddp, WORKS),
     Row("DDP, apply", ddp_then_apply, WORKS),
     Row("DataParallel, apply", data_parallel, WORKS),

@@ -168,7 +168,7 @@ def test_bad_names(checkpoint: Path) -> None:
     assert "did you mean eps-alignment" in bad("explain", "eps-aligment")
     assert "did you mean" in bad("verify", "eps-aligment")
     assert "did you mean" in bad("plan", checkpoint, "--only", "eps-aligment")
-    assert "floating-point dtype" in bad("plan", checkpoint, "--compute-dtype", "int3")
+    assert "want float16, bfloat16" in bad("plan", checkpoint, "--compute-dtype", "int3")
     done = hfpatch("plan")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

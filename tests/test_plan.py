@@ -58,9 +58,9 @@ def test_unknown_options(options: Any, word: str, gemma: Any) -> None:
         hfpatch.plan(gemma, options=options)
 
 
-@pytest.mark.parametrize("dtype", ["float17", "int8", 16])
+@pytest.mark.parametrize("dtype", ["float17", "int8", 16, "float8_e4m3fn"])
 def test_what_is_no_dtype(dtype: Any, gemma: Any) -> None:
-    with pytest.raises(InputError, match="want a floating-point dtype"):
+    with pytest.raises(InputError, match="want float16, bfloat16, float32 or float64"):
         hfpatch.plan(gemma, compute_dtype=dtype)
 
 
@@ -102,7 +102,7 @@ def test_refused_by_name_with_the_reason(architecture: str) -> None:
 
 def test_exclude(gemma: Any) -> None:
     made = hfpatch.plan(gemma, exclude="fp16-*")
-    assert decision(made, "fp16-residual-overflow").reason == "left out by exclude="
+    assert decision(made, "fp16-residual-overflow").reason == "left out by exclude= (--exclude)"
     assert made.edits == ()
 
 

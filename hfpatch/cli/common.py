@@ -11,6 +11,7 @@ import typer
 
 Model = Annotated[str, typer.Argument(help="A hub name, a local directory, or a config.json.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+ComputeDtype = Annotated[str | None, typer.Option(help="Plan for this dtype, e.g. float16.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model code that the checkpoint brings along.")
 ]

@@ -14,7 +14,7 @@ def demo(json: Json = False) -> None:
     import torch
 
     from hfpatch.model.tiny import rescale, tiny_model
-    from hfpatch.patching.apply import apply, status
+    from hfpatch.patching.apply import announcement, apply, status
     from hfpatch.patching.plan import plan
 
     torch.set_num_threads(1)
@@ -23,7 +23,7 @@ def demo(json: Json = False) -> None:
     model = model.half()
     batch = {"input_ids": (torch.arange(48).reshape(2, 24) * 7 + 3) % 64}
     made = plan(model)
-    fix = apply(model, verbose=not json)
+    fix = apply(model, verbose=False)
     proof = fix.verify(batch)
     fix.revert()
     after = status(model)
@@ -36,6 +36,7 @@ def demo(json: Json = False) -> None:
     print("A tiny random Gemma 3 in float16, scaled so that its residual stream passes 65,504.\n")
     for step, shown in (
         ("plan(model)", made),
+        ("fix = apply(model)", "\n".join(announcement(fix))),
         ("fix.verify(batch)", proof),
         ("fix.revert(); status(model)", after),
     ):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json as jsonlib
 
-from hfpatch.cli.common import Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers
+from hfpatch.cli.common import ComputeDtype, Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers
 
 
-def inspect(model: Model, json: Json = False, trust_remote_code: TrustRemoteCode = False) -> None:
+def inspect(
+    model: Model,
+    compute_dtype: ComputeDtype = None,
+    json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
     """Show architecture, submodels, embedding, norms and their eps, attention, hazards, and what would be patched.
 
     JSON: the keys of `ModelInfo.to_dict()`, and `plan` as `hfpatch plan --json` prints it.
@@ -19,5 +24,5 @@ def inspect(model: Model, json: Json = False, trust_remote_code: TrustRemoteCode
     from hfpatch.patching.plan import plan
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
-    info, made = look(built), plan(built)
+    info, made = look(built), plan(built, compute_dtype=compute_dtype)
     print(jsonlib.dumps({**info.to_dict(), "plan": made.to_dict()}, indent=2) if json else f"{info}\n\n{made}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hfpatch.cli.common import Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers, show
+from hfpatch.cli.common import ComputeDtype, Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers, show
 
 Ids = list[str] | None
 
@@ -16,13 +16,17 @@ def plan(
     only: Annotated[Ids, typer.Option(help="Consider this patch only (id or glob; may be repeated).")] = None,
     include: Annotated[Ids, typer.Option(help="Apply this opt-in patch too; 'suggested' for all.")] = None,
     exclude: Annotated[Ids, typer.Option(help="Leave this patch out.")] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help="Plan for this dtype, e.g. float16.")] = None,
+    compute_dtype: ComputeDtype = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what each patch would do to a model: applied, not needed, opt-in or refused, and why."""
-    quiet_transformers()
+    from hfpatch.patching import registry
+
     broken_patch_files()
+    for name in [*(only or ()), *(exclude or ()), *(n for n in include or () if n != "suggested")]:
+        registry.match(name)  # a wrong name is told before torch is imported
+    quiet_transformers()
     from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.plan import plan as decide
 

@@ -313,7 +313,8 @@ def hazards(
         dtypes: Those that parameters have.
     """
     for submodel, stack, stream in stacks:
-        if stream == torch.float16 and find_embedding(submodel.model) is not None:
+        patched = any(r.slot == "input dtype" for r in stack.layers[0][1].__dict__.get("_hfpatch", ()))
+        if stream == torch.float16 and not patched and find_embedding(submodel.model) is not None:
             yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
     for row in attentions:
         where = row.path or row.cls

@@ -68,7 +68,7 @@ def _norms(kinds: tuple[NormKind, ...]) -> tuple[tuple[str, ...], ...]:
         rows.setdefault((_parent(kind.path), eps, source), []).append(kind)
     return tuple(
         (
-            f"{parent or '(root)'}\n  " + ", ".join(k.path[len(parent) :].lstrip(".") for k in group),
+            "\n  ".join([parent or "(root)", *(k.path[len(parent) :].lstrip(".") for k in group)]),
             eps,
             source,
             f"{sum(k.count for k in group):,}",

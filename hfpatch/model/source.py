@@ -270,7 +270,11 @@ def _read(where: Path) -> dict[str, Any]:
             raise InputError(f"{where}: {size:,} bytes are no {CONFIG}; name the directory of the model")
         value: Any = json.loads(where.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}: {error.msg}" if error.doc else "it is empty"
+        place = (
+            f"line {error.lineno}, column {error.colno}: {error.msg.removesuffix(' at')}"
+            if error.doc
+            else "it is empty"
+        )
         raise InputError(f"{where} is not valid JSON ({place}); it may be cut short, fetch it again") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{where} is not text; want a {CONFIG}, or the directory that holds it") from error
@@ -292,7 +296,7 @@ def _config_class(values: dict[str, Any], name: str | Path) -> Any:
         raise InputError(f"{name}: its {CONFIG} has no model_type, so its class is unknown; add the one it had")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
-        hint = f"near names: {', '.join(near)}" if near else "a newer transformers may"
+        hint = f"near names: {', '.join(near)}" if near else "a newer transformers may have it"
         raise InputError(
             f"{name}: model_type {model_type!r} is not one that transformers {transformers.__version__} has; {hint}"
         )

@@ -77,7 +77,8 @@ class Applied:
 
     def sheet(self) -> Sheet:
         """As a table."""
-        return sheet(f"Applied to {self.plan.model}", self.plan.decisions, self.plan.unknown)
+        state = "Applied to" if self.log() or not self.edits else "Reverted on"
+        return sheet(f"{state} {self.plan.model}", self.plan.decisions, self.plan.unknown)
 
     def __str__(self) -> str:
         return self.sheet().to_text()
@@ -224,12 +225,12 @@ def announcement(applied: Applied) -> list[str]:
         by_patch.setdefault(d.patch, []).append(d)
     done = [
         f"hfpatch: {patch} applied ({', '.join(sorted({str(d.effect) for d in ds}))}): "
-        f"{sum(len(d.edits) for d in ds)} edits in {_places(ds)}; {ds[0].reason}"
+        f"{_counted(sum(len(d.edits) for d in ds))} in {_places(ds)}; {ds[0].reason}"
         for patch, ds in by_patch.items()
     ]
-    lines = done[:2]
-    if len(done) > 2:
-        lines.append(f"hfpatch: and {len(done) - 2} more: {', '.join(list(by_patch)[2:])}")
+    lines = done[:3]
+    if len(done) > 3:
+        lines[2] = f"hfpatch: and {len(done) - 2} more: {', '.join(list(by_patch)[2:])}"
     if not done:
         before = [d.patch for d in applied.plan.decisions if d.already]
         lines.append(f"hfpatch: nothing to apply{f'; already applied: {_listed(before)}' if before else ''}")
@@ -286,6 +287,10 @@ def _undo_all(model: nn.Module, application: str | None) -> None:
         raise RevertError(f"changed by someone else since, so not put back: {changed[0]}; set it back first")
     for _, module, record in reversed(log):
         undo(module, record)
+
+
+def _counted(edits: int) -> str:
+    return f"{edits} edit" if edits == 1 else f"{edits} edits"
 
 
 def _places(decisions: Iterable[Decision]) -> str:

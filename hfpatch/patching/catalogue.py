@@ -74,17 +74,19 @@ class Explanation:
             ("serves", _serves(entry)),
             (
                 "effect",
-                entry.effect + (f", within {patch.tolerance:g} of float32" if patch.tolerance else ""),
+                entry.effect
+                + (f", logits within {patch.tolerance:g} of float32's (relative L2)" if patch.tolerance else ""),
             ),
             (
                 "transformers",
                 patch.transformers + (f", not needed from {patch.fixed_in}" if patch.fixed_in else ""),
             ),
         ]
-        rows += [("refuses", f"{name}: {reason}") for name, reason in patch.refuses.items()]
+        reasons = dict.fromkeys(patch.refuses.values())
+        rows += [("refuses", f"{', '.join(n for n, r in patch.refuses.items() if r == why)}: {why}") for why in reasons]
         rows += [("option", f"{name} (default {default!r})") for name, default in patch.options.items()]
         rows += [("edit", str(edit)) for edit in patch.edits]
-        rows += [("repro", str(case)) for case in patch.repros]
+        rows.append(("repros", ", ".join(str(case) for case in patch.repros)))
         rows += [("left alone", str(case)) for case in patch.leaves_alone]
         rows += [(heading, f"{entry.sections[heading]}\n") for heading in HEADINGS]
         return Sheet(f"{entry.id}: {patch.title}", ("", ""), tuple(rows), wide=("",))

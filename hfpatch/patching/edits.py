@@ -128,6 +128,9 @@ def set_attribute(
     return Template("set_attribute", where, value, name if callable(name) else lambda _c, _t: name, text)
 
 
+_NAMED = {"float32": "float32", "weights": "the dtype of its weights"}
+
+
 def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast the stream tensor that goes into each module: to float32, or to the dtype of the module's weights."""
     return Template(
@@ -135,7 +138,7 @@ def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
         where,
         lambda c, t: _cast("input", t, c, to),
         lambda _c, _t: "input dtype",
-        f"cast input to {to}",
+        f"cast input to {_NAMED[to]}",
     )
 
 
@@ -146,7 +149,7 @@ def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template
         where,
         lambda c, t: _cast("output", t, c, to),
         lambda _c, _t: "output dtype",
-        f"cast output to {to}",
+        f"cast output to {_NAMED[to]}",
     )
 
 

@@ -1,6 +1,6 @@
 """The words a patch file is written in. Frozen values, checked when made; imports neither torch nor transformers.
 
-A patch file holds a docstring with fixed headings, `PATCH = Patch(...)`, and pure functions below it.
+A patch file holds a docstring with fixed headings, pure functions, and `PATCH = Patch(...)` that names them.
 The functions read a `Context` and return values; only the engine writes to a model.
 """
 

@@ -36,7 +36,7 @@ class Decision:
         effect: On outputs; None where nothing would be done.
         edits: What would be changed.
         hint: The line to type, or an alternative.
-        already: Edits of this patch that the model carries from before.
+        already: Number of edits of this patch that the model carries from before.
     """
 
     patch: str
@@ -140,7 +140,7 @@ def plan(
 
     Args:
         model: A module, however wrapped (PEFT, DDP, compile), or an object whose `.model` is one (a Trainer).
-        only: Ids or globs of the patches to consider; those that hold are applied, opt-in ones too.
+        only: Ids or globs of the patches to consider; those whose condition holds are applied, opt-in ones too.
         include: Ids or globs of opt-in patches to apply as well; `"suggested"` for all whose condition holds.
         exclude: Ids or globs of patches to leave out.
         added_modules: Paths (globs) or modules that are your own additions, where they are not found by themselves.
@@ -150,6 +150,7 @@ def plan(
     Raises:
         NotAModelError: `model` holds no torch module.
         UnknownPatchError: A name that matches no patch.
+        PatchFileError: A name whose file does not load.
         RefusedError: A patch named in `only=` does not go with this model.
         ConflictError: Two patches want different things of the same place.
         InputError: Another argument cannot be used.
@@ -169,7 +170,7 @@ def plan(
         if wanted is not None and entry.id not in wanted:
             continue
         if entry.id in excluded:
-            decisions.append(Decision(entry.id, None, "not needed", "left out by exclude="))
+            decisions.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)"))
             continue
         settings = {**entry.patch.options, **chosen_options.get(entry.id, {})}
         decisions.extend(_decide(entry, survey, as_dtype(compute_dtype), settings))
@@ -216,7 +217,7 @@ def _options(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]
 
 
 def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    """A floating-point dtype from a dtype or its name.
+    """A dtype to compute in, from a dtype or its name.
 
     Raises:
         InputError: It is neither.
@@ -228,8 +229,8 @@ def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
     name = str(given).removeprefix("torch.")
     dtype = getattr(torch, short.get(name, name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InputError(f"compute_dtype={given!r}: want a floating-point dtype such as 'float16'")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise InputError(f"compute dtype {given!r}: want float16, bfloat16, float32 or float64")
     return dtype
 
 
@@ -332,7 +333,9 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
         return ()
     notes = ["weights are not loaded: whether added modules are trained is unknown"]
     if compute_dtype is None:
-        notes.append("planned for the dtype the config declares; compute_dtype= (--compute-dtype) plans for another")
+        notes.append(
+            f"planned for {str(first.dtype).removeprefix('torch.')}; compute_dtype= (--compute-dtype) plans for another"
+        )
     return tuple(notes)
 
 
@@ -386,15 +389,13 @@ def _place(context: Context) -> str:
 
 
 def _example(paths: Sequence[str]) -> str:
-    if len(paths) == 1:
-        return paths[0] or "the model itself"
-    generic = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", p) for p in paths}, key=paths_key)
-    return ", ".join(generic[:2]) + (f", and {len(generic) - 2} more kinds" if len(generic) > 2 else "")
-
-
-def paths_key(path: str) -> tuple[int, str]:
-    """Orders paths by depth, then by name."""
-    return path.count("."), path
+    """Where, in short: paths that differ in list indices only are one, with a star."""
+    kinds: dict[str, list[str]] = {}
+    for path in paths:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", path), []).append(path)
+    named = [alike[0] if len(alike) == 1 else generic for generic, alike in kinds.items()]
+    named.sort(key=lambda path: (path.count("."), path))
+    return ", ".join(path or "the model itself" for path in named)
 
 
 def _listed(architectures: Sequence[str]) -> str:

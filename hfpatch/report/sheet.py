@@ -74,7 +74,7 @@ class Sheet:
 
     def to_html(self) -> str:
         """Render for a notebook: one self-contained table, every cell escaped."""
-        cell = '<td style="text-align:left;vertical-align:top">'
+        cell = '<td style="text-align:left;vertical-align:top;white-space:pre-wrap">'
         head = "".join(f'<th style="text-align:left">{html.escape(name)}</th>' for name in self.columns)
         body = "".join(
             "<tr>" + "".join(f"{cell}{html.escape(text)}</td>" for text in row) + "</tr>" for row in self.rows

@@ -2,9 +2,9 @@
 
 ## What goes wrong
 Every decoder layer adds its branches to one running sum, the residual stream. In some models that sum
-passes 65,504, the largest float16, though no single branch does: the addition gives inf, the next norm
-turns it into NaN, and the loss is NaN at every step. Gemma 3 270M's stream reaches about 1e5, so its
-float16 weights are unusable as shipped, with and without autocast, with eager and sdpa attention.
+passes 65,504, the largest float16, though no projection does: the addition gives inf, the next norm
+turns it into NaN, and the loss is NaN at every step. Gemma 3 270M's stream reaches about 1e5, so the model
+is unusable when cast to float16, with and without autocast, with eager and sdpa attention.
 
 ## What this changes
 The input of the first decoder layer is cast to float32, and the norms of the layers then write
@@ -19,7 +19,8 @@ equivalent: the same function, with one rounding less at every addition. The add
 are exact to float32; matrix products are unchanged.
 
 ## Known limits
-A branch that overflows by itself (a down projection whose own output passes 65,504) is not mended.
+A projection whose own output passes 65,504 is not mended. Whether this model's stream does overflow is not
+asked: every float16 stream of a served architecture is widened.
 Refused for layers or norms whose forward somebody else wrote. PEFT's AdaptionPrompt added after the patch
 calls the projections past the casts: add it first. A function of your own compiled around the model and
 called before the patch goes on running the code it made; call `torch._dynamo.reset()`.
@@ -82,7 +83,7 @@ def condition(context: Context) -> Verdict:
     if sharded:
         return Refused(f"{sharded[0]}: FSDP casts the layer's input back; wrap with cast_forward_inputs=False")
     is_now = "is" if now == dtype else f"is {now} and planned to be"
-    return Needed(f"the residual stream {is_now} float16: it overflows past 65,504")
+    return Needed(f"the residual stream {is_now} float16: it cannot hold more than 65,504")
 
 
 def symptom(trial: Trial) -> str | None:
