@@ -19,7 +19,15 @@ TrustRemoteCode = Annotated[
 
 def show(thing: Any, as_json: bool) -> None:
     """Print a result as it prints itself, or its `to_dict()`."""
-    print(json.dumps(thing.to_dict(), indent=2) if as_json else thing)
+    if as_json:
+        show_json(thing.to_dict())
+    else:
+        print(thing)
+
+
+def show_json(figures: dict[str, Any]) -> None:
+    """Print figures as JSON, the way every verb does."""
+    print(json.dumps(figures, indent=2))
 
 
 def broken_patch_files() -> bool:

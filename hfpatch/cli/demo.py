@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfpatch.cli.common import Json, quiet_transformers
+from hfpatch.cli.common import Json, quiet_transformers, show_json
 
 
 def demo(json: Json = False) -> None:
@@ -28,10 +28,7 @@ def demo(json: Json = False) -> None:
     fix.revert()
     after = status(model)
     if json:
-        import json as jsonlib
-
-        figures = {"plan": made.to_dict(), "proof": proof.to_dict(), "status_after_revert": after.to_dict()}
-        print(jsonlib.dumps(figures, indent=2))
+        show_json({"plan": made.to_dict(), "proof": proof.to_dict(), "status_after_revert": after.to_dict()})
         return
     print("A tiny random Gemma 3 in float16, scaled so that its residual stream passes 65,504.\n")
     for step, shown in (

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-
-from hfpatch.cli.common import ComputeDtype, Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers
+from hfpatch.cli.common import (
+    ComputeDtype,
+    Json,
+    Model,
+    TrustRemoteCode,
+    broken_patch_files,
+    quiet_transformers,
+    show_json,
+)
 
 
 def inspect(
@@ -25,4 +31,7 @@ def inspect(
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
     info, made = look(built), plan(built, compute_dtype=compute_dtype)
-    print(jsonlib.dumps({**info.to_dict(), "plan": made.to_dict()}, indent=2) if json else f"{info}\n\n{made}")
+    if json:
+        show_json({**info.to_dict(), "plan": made.to_dict()})
+    else:
+        print(f"{info}\n\n{made}")

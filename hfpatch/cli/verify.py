@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hfpatch.cli.common import Json, broken_patch_files, quiet_transformers
+from hfpatch.cli.common import Json, broken_patch_files, quiet_transformers, show_json
 
 
 def verify(
@@ -35,9 +35,7 @@ def verify(
         results.extend(prove_patch(registry.get(patch_id)))
     passed = all(r.passed for r in results)
     if json:
-        import json as jsonlib
-
-        print(jsonlib.dumps({"passed": passed, "cases": [asdict(r) for r in results]}, indent=2))
+        show_json({"passed": passed, "cases": [asdict(r) for r in results]})
     else:
         from hfpatch.report import Sheet
 

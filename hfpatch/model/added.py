@@ -29,12 +29,10 @@ def added_modules(survey: Survey) -> dict[str, nn.Module]:
     Raises:
         InputError: A name in `added_modules=` matches no module.
     """
-    inside: dict[str, Submodel] = {}
     added: dict[str, nn.Module] = {}
     for submodel in survey.outermost_built:
-        for path, module in _differing(survey, submodel):
-            added[path] = module
-        inside[submodel.path] = submodel
+        added.update(_differing(survey, submodel))
+    inside = [submodel.path for submodel in survey.outermost_built]
     for path, module in survey.modules.items():
         if path and not any(path == p or path.startswith(f"{p}." if p else "") for p in inside) and _counts(module):
             added[path] = module

@@ -86,7 +86,6 @@ def show(value: object) -> str:
 class Template:
     """What to do to every module that a selection finds."""
 
-    kind: Literal["set_attribute", "cast_input", "cast_output"]
     where: Selection
     value: Callable[[Context, Target], Any]
     name: Callable[[Context, Target], str]
@@ -104,7 +103,7 @@ class Template:
                 raise RefusedError(
                     f"{name} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
                 )
-            before = target.module.__dict__.get(name, ABSENT) if self.kind == "set_attribute" else ABSENT
+            before = target.module.__dict__.get(name, ABSENT)  # a cast's slot is no attribute: absent
             yield Edit(target.path, target.module, name, before, self.value(context, target))
 
     def __str__(self) -> str:
@@ -125,39 +124,28 @@ def set_attribute(
         value: Computes the new value.
         text: Says it in a few words.
     """
-    return Template("set_attribute", where, value, name if callable(name) else lambda _c, _t: name, text)
-
-
-_NAMED = {"float32": "float32", "weights": "the dtype of its weights"}
+    return Template(where, value, name if callable(name) else lambda _c, _t: name, text)
 
 
 def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast the stream tensor that goes into each module: to float32, or to the dtype of the module's weights."""
-    return Template(
-        "cast_input",
-        where,
-        lambda c, t: _cast("input", t, c, to),
-        lambda _c, _t: "input dtype",
-        f"cast input to {_NAMED[to]}",
-    )
+    return _cast("input", where, to)
 
 
 def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast what comes out of each module: to float32, or to the dtype of the module's weights."""
-    return Template(
-        "cast_output",
-        where,
-        lambda c, t: _cast("output", t, c, to),
-        lambda _c, _t: "output dtype",
-        f"cast output to {_NAMED[to]}",
-    )
+    return _cast("output", where, to)
 
 
-def _cast(side: Literal["input", "output"], target: Target, context: Context, to: str) -> Any:
-    from hfpatch.patching.hooks import CastInput, CastOutput, dtype_rule
+def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float32", "weights"]) -> Template:
+    def hook(context: Context, target: Target) -> Any:
+        from hfpatch.patching.hooks import CastInput, CastOutput, dtype_rule
 
-    rule = dtype_rule(to, target.module, context.compute_dtype, context.stream_dtype)
-    return CastInput(rule) if side == "input" else CastOutput(rule)
+        rule = dtype_rule(to, target.module, context.compute_dtype, context.stream_dtype)
+        return CastInput(rule) if side == "input" else CastOutput(rule)
+
+    named = to if to == "float32" else "the dtype of its weights"
+    return Template(where, hook, lambda _c, _t: f"{side} dtype", f"cast {side} to {named}")
 
 
 def do(edit: Edit, application: str, patch: str) -> None:

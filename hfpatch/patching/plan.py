@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -164,6 +163,7 @@ def plan(
     asked = _ids([n for n in _names(include) if n != SUGGESTED]) | (wanted or set())
     list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
     excluded = _ids(exclude)
+    dtype = as_dtype(compute_dtype)
     chosen_options = _options(entries, options)
     decisions: list[Decision] = []
     for entry in entries.values():
@@ -173,12 +173,12 @@ def plan(
             decisions.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)"))
             continue
         settings = {**entry.patch.options, **chosen_options.get(entry.id, {})}
-        decisions.extend(_decide(entry, survey, as_dtype(compute_dtype), settings))
+        decisions.extend(_decide(entry, survey, dtype, settings))
     everything = SUGGESTED in _names(include)
     decided = tuple(_ask(d, d.patch in asked or everything) for d in decisions)
     _check_asked(decided, set(_names(only)))
     _check_conflicts(decided)
-    return Plan(type(survey.root).__name__, decided, _unknown(survey, as_dtype(compute_dtype)))
+    return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype))
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
@@ -390,9 +390,11 @@ def _place(context: Context) -> str:
 
 def _example(paths: Sequence[str]) -> str:
     """Where, in short: paths that differ in list indices only are one, with a star."""
+    from hfpatch.model.eps import starred
+
     kinds: dict[str, list[str]] = {}
     for path in paths:
-        kinds.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", path), []).append(path)
+        kinds.setdefault(starred(path), []).append(path)
     named = [alike[0] if len(alike) == 1 else generic for generic, alike in kinds.items()]
     named.sort(key=lambda path: (path.count("."), path))
     return ", ".join(path or "the model itself" for path in named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Decisions and verdicts, coloured the same wherever they appear.
@@ -86,7 +86,7 @@ class Sheet:
         )
 
 
-def say(lines: Iterable[str] | Sequence[str]) -> None:
+def say(lines: Iterable[str]) -> None:
     """Write lines to stderr, on rank 0 of a distributed run only."""
     if _rank() != 0:
         return
