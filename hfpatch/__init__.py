@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from hfpatch.model.embed import embed_tokens as embed_tokens
     from hfpatch.model.inspect import ModelInfo as ModelInfo
     from hfpatch.model.inspect import inspect as inspect
+    from hfpatch.model.lora import LoraTargets as LoraTargets
+    from hfpatch.model.lora import lora_targets as lora_targets
+    from hfpatch.model.lora_config import lora_config as lora_config
     from hfpatch.patching.apply import Applied as Applied
     from hfpatch.patching.apply import Status as Status
     from hfpatch.patching.apply import apply as apply
@@ -33,6 +36,9 @@ _HOMES = {
     "embed_tokens": "hfpatch.model.embed",
     "ModelInfo": "hfpatch.model.inspect",
     "inspect": "hfpatch.model.inspect",
+    "LoraTargets": "hfpatch.model.lora",
+    "lora_targets": "hfpatch.model.lora",
+    "lora_config": "hfpatch.model.lora_config",
     "Applied": "hfpatch.patching.apply",
     "Status": "hfpatch.patching.apply",
     "apply": "hfpatch.patching.apply",
@@ -46,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "Applied",
+    "LoraTargets",
     "ModelInfo",
     "Plan",
     "Status",
@@ -56,6 +63,8 @@ __all__ = [
     "explain",
     "inspect",
     "list_patches",
+    "lora_config",
+    "lora_targets",
     "plan",
     "revert",
     "status",

@@ -19,6 +19,8 @@ HOOKS = [
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 ]
+MEMO = "_can_set_attn_implementation_cached_value"
+"""Kept by transformers on a class once it has read its source; says nothing about any model."""
 OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS}
 
 
@@ -30,7 +32,7 @@ def tensor(value: torch.Tensor) -> tuple[Any, ...]:
         tuple(value.shape),
         value.requires_grad,
         type(value).__name__,
-        hashlib.sha256(data.numpy().tobytes()).hexdigest(),
+        hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest(),
     )
 
 
@@ -40,7 +42,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         plain = {k: v for k, v in module.__dict__.items() if k not in OWN}
         out[path] = {
-            "class": (id(type(module)), sorted(k for k in vars(type(module)) if not k.startswith("__"))),
+            "class": (id(type(module)), sorted(k for k in vars(type(module)) if not k.startswith("__") and k != MEMO)),
             "keys": list(module.__dict__),
             "values": {
                 k: repr(v) if isinstance(v, (int, float, str, bool, type(None))) else id(v) for k, v in plain.items()

@@ -300,4 +300,4 @@ def test_a_forward_that_somebody_else_wrote_is_refused(tiny: Any) -> None:
     for model in (subclassed, replaced):
         with pytest.raises(hfpatch.errors.RefusedError, match="which no repro of this patch runs"):
             fix(model)
-        assert hfpatch.apply(model, verbose=False).edits == ()
+        assert hfpatch.apply(model, exclude="fp32-*", verbose=False).edits == ()

@@ -22,7 +22,8 @@ from hfpatch.errors import (
 )
 from hfpatch.model.source import build_on_meta
 from hfpatch.model.tiny import SpeechLLM
-from hfpatch.patching import edits, guards, registry, select
+from hfpatch.patching import guards, kinds, registry, select
+from hfpatch.patching.kind import Record
 from hfpatch.patching.language import Needed
 from tests.fingerprint import fingerprint
 
@@ -101,7 +102,7 @@ def test_refused_by_name_with_the_reason(architecture: str) -> None:
 
 
 def test_exclude(gemma: Any) -> None:
-    made = hfpatch.plan(gemma, exclude="fp16-*")
+    made = hfpatch.plan(gemma, exclude=["fp16-*", "fp32-*"])
     assert decision(made, "fp16-residual-overflow").reason == "left out by exclude= (--exclude)"
     assert made.edits == ()
 
@@ -157,15 +158,15 @@ def test_two_values_for_one_slot_are_a_conflict_found_in_the_plan(tiny: Any, mon
 
 @pytest.mark.parametrize("k", [0, 1, 9, 17])
 def test_a_failure_at_edit_k_undoes_those_before(k: int, gemma: Any, monkeypatch: Any) -> None:
-    before, real, calls = fingerprint(gemma), edits._write, []
+    before, real, calls = fingerprint(gemma), kinds.Hook.write, []
 
-    def failing(module: nn.Module, slot: str, value: Any) -> None:
-        calls.append(slot)
+    def failing(self: kinds.Hook, root: nn.Module, module: nn.Module, record: Record) -> None:
+        calls.append(record.slot)
         if len(calls) == k + 1:
             raise RuntimeError("no room")
-        real(module, slot, value)
+        real(self, root, module, record)
 
-    monkeypatch.setattr(edits, "_write", failing)
+    monkeypatch.setattr(kinds.Hook, "write", failing)
     with pytest.raises(ApplyError, match=r"fp16-residual-overflow: .* of 'model.*no room.*everything was put back"):
         hfpatch.apply(gemma)
     assert len(calls) == k + 1
@@ -261,7 +262,8 @@ def test_plan_and_applied_print_as_text_and_html(gemma: Any) -> None:
         assert "fp16-residual-overflow" in shown
         assert "model.layers.*.mlp" in shown
     assert max(len(line) for line in made.sheet().to_text(80).splitlines()) <= 80
-    assert made.to_dict()["decisions"][2]["edits"][0] == {
+    decisions = {d["patch"]: d for d in made.to_dict()["decisions"]}
+    assert decisions["fp16-residual-overflow"]["edits"][0] == {
         "path": "model.layers.0", "slot": "input dtype", "before": "-", "after": "float32"
     }  # fmt: skip
 
@@ -287,4 +289,6 @@ def test_bad_arguments_are_typed_errors(words: Any, gemma: Any) -> None:
 
 
 def test_a_glob_names_no_patch_in_particular(tiny: Any) -> None:
-    assert {d.decided for d in hfpatch.plan(tiny("gpt2").half(), only="*").decisions} == {"not needed", "refused"}
+    made = hfpatch.plan(tiny("gpt2").half(), only="*")
+    assert {d.decided for d in made.decisions} == {"not needed", "refused", "applied"}
+    assert [d.patch for d in made.of("applied")] == ["fp32-attention-logits"]

@@ -14,7 +14,17 @@ from hfpatch import patches
 from hfpatch.errors import PatchFileError, UnknownPatchError
 from hfpatch.patching import registry
 
-CARD = {"eps-alignment", "embed-token-resolver", "fp16-residual-overflow"}
+CARD = {
+    "cudnn-attention-backward-nan",
+    "eager-attention",
+    "embed-token-resolver",
+    "eps-alignment",
+    "fp16-residual-overflow",
+    "fp32-attention-logits",
+    "lora-target-expansion",
+    "projection-init",
+    "sigmoid-modulation",
+}
 
 
 @pytest.fixture

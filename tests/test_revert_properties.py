@@ -57,13 +57,23 @@ def test_any_history_is_undone(name: str, steps: list[tuple[str, Any]], train: b
     assert not hfpatch.status(model)
 
 
+TOGETHER = [
+    "embed-token-resolver",
+    "eps-alignment",
+    "fp16-residual-overflow",
+    "fp32-attention-logits",
+    "projection-init",
+]
+"""Those that go with a float16 speech LLM all at once."""
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(order=st.permutations(IDS), undo=st.permutations(IDS))
+@given(order=st.permutations(TOGETHER), undo=st.permutations(TOGETHER))
 def test_patches_commute_and_undo_in_any_order(order: list[str], undo: list[str]) -> None:
     model = copy.deepcopy(BUILT["gemma3_text"])
     before = fingerprint(model)
     handles = {i: hfpatch.apply(model, only=i, verbose=False) for i in order}
-    assert set(hfpatch.status(model).patches) == set(IDS)
+    assert set(hfpatch.status(model).patches) == set(TOGETHER)
     for patch_id in undo:
         handles[patch_id].revert()
         assert patch_id not in hfpatch.status(model).patches

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from hfpatch.errors import InputError
+from hfpatch.model.composites_lora import peft_all, peft_qv
+from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
 
 VOCABULARY = 64
 HIDDEN = 32
@@ -138,15 +140,21 @@ class SpeechLLM(nn.Module):
 
 
 def trained_speech_llm(llm: PreTrainedModel) -> SpeechLLM:
-    """A `SpeechLLM` whose LayerNorm no longer has the weights it was made with."""
+    """A `SpeechLLM` whose LayerNorm and projector no longer have the weights they were made with."""
     model = SpeechLLM(llm)
     with torch.no_grad():
         model.ln_speech.weight.mul_(1.25)
+        model.speech_proj.weight.mul_(1.25)
     return model
 
 
 COMPOSITES: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "speech-llm": SpeechLLM,
     "trained-speech-llm": trained_speech_llm,
+    "lora-qv": peft_qv,
+    "lora-all": peft_all,
+    "modulated": modulated,
+    "trained-modulated": trained_modulated,
+    "gated": gated,
 }
 """What `Case.inside` may name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,13 @@ from torch import nn
 
 from hfpatch.errors import ApplyError, RevertError
 from hfpatch.model.survey import Survey, root_module
-from hfpatch.patching.edits import ABSENT, Edit, Record, do, records_of, show, undo
+from hfpatch.patching import registry
+from hfpatch.patching.arguments import Names, ids, names
+from hfpatch.patching.edits import Edit, do, kind_of, records_of, show, undo
 from hfpatch.patching.guards import compiled_already
-from hfpatch.patching.plan import Decision, Names, Plan, plan, sheet
+from hfpatch.patching.kind import Record
+from hfpatch.patching.language import UNASKED
+from hfpatch.patching.plan import Decision, Plan, plan, sheet
 from hfpatch.report import Sheet, say
 
 if TYPE_CHECKING:
@@ -44,8 +48,8 @@ class Applied:
 
     @property
     def new_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters the patches added, for the optimizer."""
-        return ()
+        """Parameters the patches added and the model still carries, for the optimizer."""
+        return tuple(p for m, r in self.log() for p in kind_of(r.kind).added(self.model, m, r))
 
     def log(self) -> list[tuple[nn.Module, Record]]:
         """What of it the model carries now: each edited module with its undo-log entry, oldest first."""
@@ -57,7 +61,7 @@ class Applied:
         Raises:
             RevertError: The model was compiled and called meanwhile, or something else was changed on top.
         """
-        _undo_all(self.model, self.id)
+        _undo_all(self.model, _log(self.model, self.id))
 
     def verify(self, batch: Mapping[str, Any]) -> Proof:
         """Run this model on this batch, before and after, against float32 with the same weights.
@@ -200,17 +204,17 @@ def carry_out(model: nn.Module, made: Plan) -> Applied:
     try:
         for decision in made.of("applied"):
             for edit in decision.edits:
-                _do(edit, application, decision)
+                _do(model, edit, application, decision)
     except BaseException:
         for _, module, record in reversed(_log(model, application)):
-            undo(module, record)
+            undo(model, module, record)
         raise
     return Applied(model, made, application)
 
 
-def _do(edit: Edit, application: str, decision: Decision) -> None:
+def _do(model: nn.Module, edit: Edit, application: str, decision: Decision) -> None:
     try:
-        do(edit, application, decision.patch)
+        do(model, edit, application, decision.patch)
     except Exception as error:
         raise ApplyError(
             f"{decision.patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
@@ -234,7 +238,8 @@ def announcement(applied: Applied) -> list[str]:
     if not done:
         before = [d.patch for d in applied.plan.decisions if d.already]
         lines.append(f"hfpatch: nothing to apply{f'; already applied: {_listed(before)}' if before else ''}")
-    opt_in, refused = applied.plan.of("opt-in"), applied.plan.of("refused")
+    opt_in = [d for d in applied.plan.of("opt-in") if d.suggested]
+    refused = [d for d in applied.plan.of("refused") if registry.get(d.patch).patch.effect in UNASKED]
     if opt_in:
         lines.append(f"hfpatch: opt-in, not run unasked: {_listed(d.patch for d in opt_in)} ({opt_in[0].hint})")
     elif refused and not done:
@@ -255,14 +260,29 @@ def status(model: object) -> Status:
     return Status(type(root).__name__, found)
 
 
-def revert(model: object) -> None:
-    """Undo everything hfpatch did to a model, for whoever lost the handle; also on a deepcopy.
+def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
+    """Undo what hfpatch did to a model, for whoever lost the handle; also on a deepcopy.
+
+    Args:
+        model: As for `hfpatch.apply`.
+        only: Ids or globs of the patches to undo. What was trained or set on top of a patch is an obstacle,
+            unless the patch is named here by its id: then that is thrown away.
+        exclude: Ids or globs of the patches to keep.
 
     Raises:
         NotAModelError: `model` holds no torch module.
+        UnknownPatchError: A name that matches no patch.
         RevertError: The model was compiled and called meanwhile, or something else was changed on top.
     """
-    _undo_all(root_module(model), None)
+    root = root_module(model)
+    wanted = None if only is None else ids(only)
+    kept = ids(exclude)
+    log = [
+        entry
+        for entry in _log(root, None)
+        if (wanted is None or entry[2].patch in wanted) and entry[2].patch not in kept
+    ]
+    _undo_all(root, log, named=set(names(only)))
 
 
 def _log(model: nn.Module, application: str | None) -> list[tuple[str, nn.Module, Record]]:
@@ -274,19 +294,20 @@ def _log(model: nn.Module, application: str | None) -> list[tuple[str, nn.Module
     ]
 
 
-def _undo_all(model: nn.Module, application: str | None) -> None:
-    log = _log(model, application)
-    if any(r.slot.endswith(" dtype") for _, _, r in log) and (reason := compiled_already(Survey(model))):
-        raise RevertError(f"cannot take the hooks off now: {reason}")
-    changed = [
-        f"{path or 'the model'}: {r.slot} is {show(now)}, hfpatch had set it to {show(r.after)}"
-        for path, module, r in log
-        if not r.slot.endswith(" dtype") and (now := module.__dict__.get(r.slot, ABSENT)) != r.after
-    ]
-    if changed:
-        raise RevertError(f"changed by someone else since, so not put back: {changed[0]}; set it back first")
+def _undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
+    unseen = next((text for _, _, r in log if (text := kind_of(r.kind).unseen)), "")
+    if unseen and (reason := compiled_already(Survey(model))):
+        raise RevertError(f"cannot be undone now: {reason}")
+    for path, module, r in log:
+        now = kind_of(r.kind).changed(model, module, r)
+        if now is not None and r.patch not in named:
+            raise RevertError(
+                f"changed since, so not put back: {path or 'the model'}: {r.slot} is {now}, hfpatch had set it to "
+                f"{show(r.after)}. hfpatch.revert(model, exclude={r.patch!r}) leaves it as it is and undoes the rest, "
+                f"hfpatch.revert(model, only={r.patch!r}) puts it back to what it was before the patch"
+            )
     for _, module, record in reversed(log):
-        undo(module, record)
+        undo(model, module, record)
 
 
 def _counted(edits: int) -> str:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hfpatch.model.attention import Attention
     from hfpatch.model.roles import Stack
     from hfpatch.model.survey import Submodel, Survey
 
@@ -45,6 +46,28 @@ class Context:
         if self.submodel is None or self.stack is None:
             return None
         return stream_dtype(self.survey, self.submodel, self.stack)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype the submodel computes in: what the caller plans for, else that of most weights."""
+        from hfpatch.model.roles import weights_dtype
+
+        dtype = self.compute_dtype or (weights_dtype(self.submodel.model) if self.submodel else None)
+        return str(dtype).removeprefix("torch.")
+
+    @cached_property
+    def attentions(self) -> list[Attention]:
+        """Attention modules of the submodel's own that go through transformers' `AttentionInterface`."""
+        from hfpatch.model.attention import attentions
+
+        return [] if self.submodel is None else attentions(self.survey, self.submodel)
+
+    @property
+    def attention(self) -> str:
+        """Name of the submodel's attention implementation."""
+        from hfpatch.model.attention import implementation
+
+        return "" if self.submodel is None else implementation(self.submodel)
 
     @property
     def added(self) -> dict[str, nn.Module]:

@@ -1,10 +1,12 @@
-# hooks are found and taken off by identity, which torch's handles cannot do on a deepcopy
-# pyright: reportPrivateUsage=false
 """The closed set of invertible edits. A patch file names them; only the engine carries them out.
 
-    set_attribute   a module's attribute takes another value
-    cast_input      what goes into a module is cast
-    cast_output     what comes out of a module is cast
+    set_attribute      a module's attribute takes another value
+    set_tensor         a parameter's values are replaced in place
+    cast_input         what goes into a module is cast
+    cast_output        what comes out of a module is cast
+    choose_attention   a submodel's attention implementation
+    add_targets        a LoRA adapter gains layers
+    bound_modulation   1 + tanh(x) in a module's own forward becomes a bounded factor
 
 A template says what to change for whatever a selection finds. Resolved against a model it becomes an
 `Edit`: one change to one module, with the value before. Each edited module carries its own `Record`s,
@@ -17,11 +19,11 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import RefusedError
 from hfpatch.patching.context import Context, Target
+from hfpatch.patching.kind import ABSENT, Kind, Record
 from hfpatch.patching.select import Selection
 
 if TYPE_CHECKING:
@@ -31,28 +33,21 @@ RECORDS = "_hfpatch"
 """Key in a module's `__dict__` under which its records are kept while it is edited."""
 
 
-class Missing(Enum):
-    """Stands for "there was nothing"; an enum member stays itself through copies and pickles."""
-
-    ABSENT = "absent"
-
-
-ABSENT = Missing.ABSENT
-
-
 @dataclass(frozen=True)
 class Edit:
     """One change to one module.
 
     Attributes:
         path: Path of the module from the object that was passed.
-        slot: What is changed: `eps`, `input dtype`, `output dtype`.
+        kind: Name of the kind of edit.
+        slot: What is changed: `eps`, `input dtype`, `tensor weight`, `attention`.
         before: Value before; `ABSENT` where there was none.
-        after: Value after; for a cast, the hook that casts.
+        after: Value after; for a cast, the hook that casts; for a tensor, what draws it.
     """
 
     path: str
     module: nn.Module = field(repr=False, compare=False)
+    kind: str
     slot: str
     before: Any
     after: Any
@@ -60,17 +55,6 @@ class Edit:
     def to_dict(self) -> dict[str, str]:
         """As JSON."""
         return {"path": self.path, "slot": self.slot, "before": show(self.before), "after": show(self.after)}
-
-
-@dataclass(frozen=True)
-class Record:
-    """An undo-log entry: which patches of which application made an edit, and what was there before."""
-
-    application: str
-    patch: str
-    slot: str
-    before: Any
-    after: Any
 
 
 def show(value: object) -> str:
@@ -87,8 +71,9 @@ class Template:
     """What to do to every module that a selection finds."""
 
     where: Selection
+    kind: str
     value: Callable[[Context, Target], Any]
-    name: Callable[[Context, Target], str]
+    slot: Callable[[Context, Target], str]
     text: str
 
     def resolve(self, context: Context) -> Iterable[Edit]:
@@ -98,13 +83,13 @@ class Template:
             RefusedError: An attribute to be set is not a plain one.
         """
         for target in self.where.targets(context):
-            name = self.name(context, target)
-            if hasattr(inspect.getattr_static(type(target.module), name, None), "__set__"):
+            slot = self.slot(context, target)
+            if hasattr(inspect.getattr_static(type(target.module), slot, None), "__set__"):
                 raise RefusedError(
-                    f"{name} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
+                    f"{slot} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
                 )
-            before = target.module.__dict__.get(name, ABSENT)  # a cast's slot is no attribute: absent
-            yield Edit(target.path, target.module, name, before, self.value(context, target))
+            before = kind_of(self.kind).now(target.module, slot)
+            yield Edit(target.path, target.module, self.kind, slot, before, self.value(context, target))
 
     def __str__(self) -> str:
         return f"{self.text}: {self.where}"
@@ -124,7 +109,48 @@ def set_attribute(
         value: Computes the new value.
         text: Says it in a few words.
     """
-    return Template(where, value, name if callable(name) else lambda _c, _t: name, text)
+    return Template(where, "attribute", value, name if callable(name) else lambda _c, _t: name, text)
+
+
+def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], Any], text: str) -> Template:
+    """Replace the values of a parameter of each module; the parameter stays the same object.
+
+    Args:
+        where: The modules.
+        name: The parameter's name in its module.
+        value: Gives a picklable, comparable function of the old values to new ones of the same shape.
+        text: Says it in a few words.
+    """
+    return Template(where, "tensor", value, lambda _c, _t: f"tensor {name}", text)
+
+
+def choose_attention(where: Selection, name: str, text: str) -> Template:
+    """Let each submodel compute attention by another entry of transformers' `AttentionInterface`."""
+    return Template(where, "attention", lambda _c, _t: name, lambda _c, _t: "attention", text)
+
+
+def add_targets(
+    where: Selection, value: Callable[[Context, Target], Any], slot: Callable[[Context, Target], str], text: str
+) -> Template:
+    """Give LoRA adapters the layers they miss.
+
+    Args:
+        where: The modules that hold the adapters' layers.
+        value: What each adapter gains.
+        slot: Names it.
+        text: Says it in a few words.
+    """
+    return Template(where, "adapter", value, slot, text)
+
+
+def bound_modulation(where: Selection, bounds: Callable[[Context, Target], Any]) -> Template:
+    """Let 1 + tanh(x) in each module's own forward be a factor between bounds that is 1 at 0.
+
+    Args:
+        where: The modules.
+        bounds: Gives a `functions.Bounded`.
+    """
+    return Template(where, "one-plus-tanh", bounds, lambda _c, _t: "1 + tanh", "bound the factor 1 + tanh")
 
 
 def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
@@ -145,60 +171,32 @@ def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float
         return CastInput(rule) if side == "input" else CastOutput(rule)
 
     named = to if to == "float32" else "the dtype of its weights"
-    return Template(where, hook, lambda _c, _t: f"{side} dtype", f"cast {side} to {named}")
+    return Template(where, "hook", hook, lambda _c, _t: f"{side} dtype", f"cast {side} to {named}")
 
 
-def do(edit: Edit, application: str, patch: str) -> None:
+def kind_of(name: str) -> Kind:
+    """The kind of edit of a name. Imports torch, which the listing of patches does without."""
+    from hfpatch.patching.kinds import KINDS
+
+    return KINDS[name]
+
+
+def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
     """Carry out one edit, the record first."""
-    record = Record(application, patch, edit.slot, edit.before, edit.after)
-    records = [*records_of(edit.module), record]
-    edit.module.__dict__[RECORDS] = records
+    kind = kind_of(edit.kind)
+    before = kind.inverse(root, edit.module, edit.slot, edit.after)
+    record = Record(application, patch, edit.kind, edit.slot, before, edit.after)
+    edit.module.__dict__[RECORDS] = [*records_of(edit.module), record]
     try:
-        _write(edit.module, edit.slot, edit.after)
+        kind.write(root, edit.module, record)
     except BaseException:
-        undo(edit.module, record)  # it may have been written before it raised
+        undo(root, edit.module, record)  # it may have been written before it raised
         raise
 
 
-def undo(module: nn.Module, record: Record) -> None:
+def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
     """Put back what was there before a record, and forget the record."""
-    _restore(module, record)
-    _drop(module, record)
-
-
-@contextmanager
-def lifted(log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
-    """The modules as they were before these records; afterwards as they are, hooks in the order they had."""
-    hooks = [(kind, dict(kind)) for module, _ in log for kind in _hook_tables(module)]
-    for module, record in reversed(log):
-        _restore(module, record)
-    try:
-        yield
-    finally:
-        for kind, held in hooks:
-            kind.clear()
-            kind.update(held)
-        for module, record in log:
-            if not record.slot.endswith(" dtype"):
-                setattr(module, record.slot, record.after)
-
-
-def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    )
-
-
-def records_of(module: nn.Module) -> list[Record]:
-    """The records a module carries, oldest first."""
-    return module.__dict__.get(RECORDS, [])
-
-
-def _drop(module: nn.Module, record: Record) -> None:
+    kind_of(record.kind).restore(root, module, record)
     rest = [r for r in records_of(module) if r is not record]
     if rest:
         module.__dict__[RECORDS] = rest
@@ -206,33 +204,19 @@ def _drop(module: nn.Module, record: Record) -> None:
         module.__dict__.pop(RECORDS, None)
 
 
-def _write(module: nn.Module, slot: str, value: Any) -> None:
-    if slot == "input dtype":
-        module.register_forward_pre_hook(value, with_kwargs=True)
-    elif slot == "output dtype":
-        module.register_forward_hook(value)
-    else:
-        setattr(module, slot, value)
+@contextmanager
+def lifted(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
+    """The modules as they were before these records; afterwards as they are."""
+    held: list[tuple[nn.Module, Record, Any]] = []
+    try:
+        for module, record in reversed(log):
+            held.append((module, record, kind_of(record.kind).lift(root, module, record)))
+        yield
+    finally:
+        for module, record, what in reversed(held):
+            kind_of(record.kind).lower(root, module, record, what)
 
 
-def _restore(module: nn.Module, record: Record) -> None:
-    if record.slot == "input dtype":
-        _unhook(record.after, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
-    elif record.slot == "output dtype":
-        _unhook(
-            record.after,
-            module._forward_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_hooks_always_called,
-        )
-    elif record.before is ABSENT:
-        module.__dict__.pop(record.slot, None)
-    else:
-        module.__dict__[record.slot] = record.before  # past any setter: this was its value
-
-
-def _unhook(hook: object, hooks: dict[int, Any], *flags: dict[int, Any]) -> None:
-    for key in [k for k, h in hooks.items() if h is hook]:
-        del hooks[key]
-        for flag in flags:
-            flag.pop(key, None)
+def records_of(module: nn.Module) -> list[Record]:
+    """The records a module carries, oldest first."""
+    return module.__dict__.get(RECORDS, [])

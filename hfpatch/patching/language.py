@@ -53,7 +53,20 @@ class Refused:
     reason: str
 
 
-Verdict = Needed | NotNeeded | Refused
+@dataclass(frozen=True)
+class Offered:
+    """The patch can be run here, but only by name, whatever its effect.
+
+    Args:
+        reason: Why it is not run unasked.
+        suggested: It answers something that was found in this model, so `include="suggested"` runs it too.
+    """
+
+    reason: str
+    suggested: bool = True
+
+
+Verdict = Needed | Offered | NotNeeded | Refused
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,10 @@ class Case:
         config: Overrides for the tiny config.
         inside: Name of a composite of `hfpatch.model.tiny` that holds the model; None for the bare model.
         autocast: Dtype of an autocast region around the run; None for none.
+        attention: Implementation of attention; set in the config by hand, as people do where the setter refuses.
+        padded: Tokens of padding on the left of the first of the two rows.
+        tokens: Length of the two rows.
+        device: `cpu` or `cuda`; a case for `cuda` is run where there is such a device.
     """
 
     architecture: str
@@ -101,11 +118,17 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     inside: str | None = None
     autocast: str | None = None
+    attention: str = "eager"
+    padded: int = 0
+    tokens: int = 12
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def __str__(self) -> str:
         inside = f" in {self.inside}" if self.inside else ""
         autocast = f" under {self.autocast} autocast" if self.autocast else ""
-        return f"{self.architecture} {self.dtype}{autocast}{inside}"
+        attention = "" if self.attention == "eager" else f" {self.attention}"
+        padded = " padded" if self.padded else ""
+        return f"{self.architecture} {self.dtype}{attention}{padded}{autocast}{inside}"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import ConflictError, InputError, RefusedError
+from hfpatch.errors import ConflictError, RefusedError
 from hfpatch.patching import registry
+from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.edits import Edit, Record, records_of, show
-from hfpatch.patching.language import UNASKED, Decided, Effect, NotNeeded, Refused
+from hfpatch.patching.edits import Edit, kind_of, records_of, show
+from hfpatch.patching.kind import Record
+from hfpatch.patching.language import UNASKED, Decided, Effect, NotNeeded, Offered, Refused
 from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from hfpatch.model.survey import Submodel, Survey
 
-Names = str | Iterable[str] | None
 SUGGESTED = "suggested"
 
 
@@ -36,6 +37,7 @@ class Decision:
         edits: What would be changed.
         hint: The line to type, or an alternative.
         already: Number of edits of this patch that the model carries from before.
+        suggested: Opt-in because it mends something here, and not just because it can be run.
     """
 
     patch: str
@@ -46,6 +48,7 @@ class Decision:
     edits: tuple[Edit, ...] = ()
     hint: str = ""
     already: int = 0
+    suggested: bool = True
 
     @property
     def what(self) -> str:
@@ -68,6 +71,7 @@ class Decision:
             "reason": self.reason,
             "effect": self.effect,
             "hint": self.hint,
+            "suggested": self.suggested,
             "edits": [e.to_dict() for e in self.edits],
         }
 
@@ -159,12 +163,12 @@ def plan(
 
     survey = Survey(model, added_modules)
     entries = registry.entries()
-    wanted = None if only is None else _ids(only)
-    asked = _ids([n for n in _names(include) if n != SUGGESTED]) | (wanted or set())
+    wanted = None if only is None else ids(only)
+    asked = ids([n for n in names(include) if n != SUGGESTED]) | (wanted or set())
     list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
-    excluded = _ids(exclude)
+    excluded = ids(exclude)
     dtype = as_dtype(compute_dtype)
-    chosen_options = _options(entries, options)
+    chosen_options = settings(entries, options)
     decisions: list[Decision] = []
     for entry in entries.values():
         if wanted is not None and entry.id not in wanted:
@@ -172,11 +176,11 @@ def plan(
         if entry.id in excluded:
             decisions.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)"))
             continue
-        settings = {**entry.patch.options, **chosen_options.get(entry.id, {})}
-        decisions.extend(_decide(entry, survey, dtype, settings))
-    everything = SUGGESTED in _names(include)
-    decided = tuple(_ask(d, d.patch in asked or everything) for d in decisions)
-    _check_asked(decided, set(_names(only)))
+        chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
+        decisions.extend(_decide(entry, survey, dtype, chosen))
+    everything = SUGGESTED in names(include)
+    decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
+    _check_asked(decided, set(names(only)))
     _check_conflicts(decided)
     return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype))
 
@@ -188,50 +192,6 @@ def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
     survey = Survey(model)
     decided = _decide(entry, survey, None, entry.patch.options, trusted=True)
     return Plan(type(survey.root).__name__, tuple(_ask(d, asked) for d in decided))
-
-
-def _names(given: Names) -> list[str]:
-    names: Any = [] if given is None else [given] if isinstance(given, str) else given
-    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in names):
-        raise InputError(f"only=, include= and exclude= take patch ids or globs, got {given!r}")
-    return list(names)
-
-
-def _ids(given: Names) -> set[str]:
-    return {patch_id for name in _names(given) for patch_id in registry.match(name)}
-
-
-def _options(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    out: dict[str, dict[str, Any]] = {}
-    if given is not None and not (isinstance(given, Mapping) and all(isinstance(v, Mapping) for v in given.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"options= takes {{patch id: {{name: value}}}}, got {given!r}")
-    for patch_id, settings in (given or {}).items():
-        if patch_id not in entries:
-            raise registry.unknown(patch_id, entries)
-        for name in settings:
-            if name not in entries[patch_id].patch.options:
-                have = ", ".join(entries[patch_id].patch.options) or "none"
-                raise InputError(f"options: {patch_id} has no option {name!r}; it has: {have}")
-        out[patch_id] = dict(settings)
-    return out
-
-
-def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype to compute in, from a dtype or its name.
-
-    Raises:
-        InputError: It is neither.
-    """
-    import torch
-
-    if given is None:
-        return None
-    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    name = str(given).removeprefix("torch.")
-    dtype = getattr(torch, short.get(name, name), None)
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise InputError(f"compute dtype {given!r}: want float16, bfloat16, float32 or float64")
-    return dtype
 
 
 def _decide(
@@ -293,22 +253,24 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
             grouped.setdefault(_effect(entry, context, edit), []).append(edit)
     if not grouped:
         return [Decision(entry.id, path, "not needed", f"already applied ({done} edits)", already=done)]
-    hooks = any(e.slot.endswith(" dtype") for edits in grouped.values() for e in edits)
-    if hooks and (reason := compiled_already(context.survey)):
+    unseen = any(kind_of(e.kind).unseen for edits in grouped.values() for e in edits)
+    if unseen and (reason := compiled_already(context.survey)):
         return [Decision(entry.id, path, "refused", reason)]
     drift = None if trusted else drift_verdict(entry, context)
     if isinstance(drift, Refused):
         return [Decision(entry.id, path, "refused", drift.reason)]
     reason = verdict.reason if drift is None else f"{verdict.reason}; {drift.reason}"
+    offered = verdict if isinstance(verdict, Offered) else None
     return [
         Decision(
             entry.id,
             path,
-            "applied" if effect in UNASKED else "opt-in",
+            "applied" if effect in UNASKED and not offered else "opt-in",
             reason,
             effect,
             tuple(edits),
             patch.suggests,
+            suggested=offered is None or offered.suggested,
         )
         for effect, edits in grouped.items()
     ]

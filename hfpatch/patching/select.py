@@ -106,6 +106,11 @@ def loose_norms() -> Selection:
     return Selection("added norms outside all submodels", find)
 
 
+def submodel() -> Selection:
+    """The submodel itself."""
+    return Selection("the submodel", lambda c: _targets(((c.submodel.path, c.submodel.model),) if c.submodel else ()))
+
+
 def root() -> Selection:
     """The object the caller passed."""
     return Selection("the model itself", lambda c: (Target("", c.survey.root),))

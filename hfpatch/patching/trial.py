@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hfpatch.errors import InputError
 from hfpatch.model.tiny import COMPOSITES, VOCABULARY, rescale, tiny_model
@@ -17,7 +18,7 @@ from hfpatch.patching.language import Case
 
 @dataclass(frozen=True)
 class Trial:
-    """A built case. `model` may be patched; `master` holds the same weights in float32 and is not."""
+    """A built case. `model` may be patched; `master` is not: the same weights in float32, with eager attention."""
 
     case: Case
     model: nn.Module
@@ -25,26 +26,49 @@ class Trial:
 
     @property
     def ids(self) -> torch.Tensor:
-        """Token ids `[2, 12]`, always the same."""
-        return (torch.arange(24).reshape(2, 12) * 7 + 3) % VOCABULARY
+        """Token ids `[2, tokens]`, always the same."""
+        return (torch.arange(2 * self.case.tokens, device=self.case.device).reshape(2, -1) * 7 + 3) % VOCABULARY
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Boolean `[2, tokens]`, False at padding."""
+        real = torch.ones_like(self.ids, dtype=torch.bool)
+        real[0, : self.case.padded] = False
+        return real
 
     def logits(self) -> torch.Tensor:
-        """Logits of the model `[2, 12, vocabulary]`, in float32."""
-        return _logits(self.model, self.ids, self.case.autocast)
+        """Logits of the model at real tokens `[tokens, vocabulary]`, in float32."""
+        return self._run(self.model, self.case.autocast)
 
     @cached_property
     def reference(self) -> torch.Tensor:
         """Logits of the same weights in float32."""
-        return _logits(self.master, self.ids, None)
+        return self._run(self.master, None)
 
     @cached_property
     def bfloat16(self) -> torch.Tensor:
         """Logits of the same weights in bfloat16."""
-        return _logits(copy.deepcopy(self.master).bfloat16(), self.ids, None)
+        return self._run(copy.deepcopy(self.master).bfloat16(), None)
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradients of the mean squared logit are not finite."""
+        mask = {"attention_mask": self.real.long()} if self.case.padded else {}
+        self.model(input_ids=self.ids, **mask).logits.float().square().mean().backward()
+        bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        self.model.zero_grad(set_to_none=True)
+        return bad
 
     def error(self, logits: torch.Tensor) -> float:
         """Relative L2 distance from the reference; NaN where the logits are."""
         return float(((logits - self.reference).norm() / self.reference.norm()).item())
+
+    def _run(self, model: nn.Module, autocast: str | None) -> torch.Tensor:
+        mask = {"attention_mask": self.real.long()} if self.case.padded else {}
+        region = (
+            torch.autocast(self.case.device, dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+        )
+        with torch.no_grad(), region:
+            return model(input_ids=self.ids, **mask).logits.float()[self.real]
 
 
 def build(case: Case) -> Trial:
@@ -58,11 +82,9 @@ def build(case: Case) -> Trial:
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): want one of {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
-    model = model.to(getattr(torch, case.dtype)).eval()
-    return Trial(case, model, copy.deepcopy(model).float())
-
-
-def _logits(model: nn.Module, ids: torch.Tensor, autocast: str | None) -> torch.Tensor:
-    region = torch.autocast("cpu", dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
-    with torch.no_grad(), region:
-        return model(input_ids=ids).logits.float()
+    nn.Module.to(model, case.device, getattr(torch, case.dtype)).eval()  # in place
+    master = copy.deepcopy(model).float()
+    for module in llm.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = case.attention  # pyright: ignore[reportPrivateUsage]
+    return Trial(case, model, master)

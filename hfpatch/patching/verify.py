@@ -162,7 +162,7 @@ def prove(applied: Applied, batch: Mapping[str, Any]) -> Proof:
 
     notes: list[str] = []
     with _evaluating(model), torch.no_grad():
-        with lifted(log):
+        with lifted(model, log):
             exact = run(torch.float32, None)
             targets = _targets(inputs, exact)
             reference = _score("float32 (reference)", exact, exact, targets)

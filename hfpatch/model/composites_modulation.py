@@ -1,0 +1,97 @@
+"""Tiny modulated language models, as people write them: a low-rank modulation at the output of each decoder layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpatch.errors import InputError
+from hfpatch.model.survey import Survey
+
+
+class Modulation(nn.Module):
+    """`h * (1 + tanh(B_mult A h)) + B_add A h`.
+
+    Args:
+        width: Size of the last dimension of `h`.
+        rank: Size of `A h`.
+    """
+
+    def __init__(self, width: int, rank: int = 4) -> None:
+        super().__init__()
+        self.width = width
+        self.a_proj = nn.Linear(width, rank, bias=False)
+        self.b_add = nn.Linear(rank, width, bias=False)
+        self.b_mult = nn.Linear(rank, width, bias=False)
+        nn.init.zeros_(self.b_add.weight)
+        nn.init.zeros_(self.b_mult.weight)
+
+    def forward(self, h: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Modulate `h [..., width]`, by `x` of the same shape where it is given."""
+        low_rank = self.a_proj(h)
+        vector = self.b_mult(low_rank) if x is None else x
+        return h * (1 + torch.tanh(vector)) + self.b_add(low_rank)
+
+    def scaled(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What the module makes of `h` for a modulation vector `x`."""
+        return self(h, x)
+
+
+class Gate(nn.Module):
+    """`h + tanh(gate) * F h`: a branch that starts at 0, as in Flamingo and its descendants."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, width, bias=False)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Add the gated branch to `h [..., width]`."""
+        return h + torch.tanh(self.gate) * self.proj(h)
+
+
+class RunPart:
+    """A forward hook of a layer: its output goes through the layer's part `modulation`."""
+
+    def __call__(self, layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """The output, modulated; the first item of it where there are several."""
+        run: Any = layer.modulation
+        return (run(output[0]), *output[1:]) if isinstance(output, tuple) else run(output)
+
+
+def modulated(llm: PreTrainedModel) -> nn.Module:
+    """The model with an untrained `Modulation` in each decoder layer."""
+    return _with_parts(llm, Modulation)
+
+
+def trained_modulated(llm: PreTrainedModel) -> nn.Module:
+    """The same with modulations that were trained."""
+    model = _with_parts(llm, Modulation)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Modulation):
+                noise = torch.randn(module.b_mult.weight.shape, generator=generator)
+                module.b_mult.weight.copy_(0.1 * noise)
+    return model
+
+
+def gated(llm: PreTrainedModel) -> nn.Module:
+    """The model with a `Gate` in each decoder layer."""
+    return _with_parts(llm, Gate)
+
+
+def _with_parts(llm: PreTrainedModel, part: type[Modulation] | type[Gate]) -> nn.Module:
+    stacks = list(Survey(llm).stacks.values())
+    if not stacks:
+        raise InputError(f"{type(llm).__name__} has no list of decoder layers to put modulations in")
+    width = int(llm.config.get_text_config().hidden_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _, layer in stacks[-1].layers:
+            layer.add_module("modulation", part(width))
+            layer.register_forward_hook(RunPart())
+    return llm

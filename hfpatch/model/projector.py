@@ -1,0 +1,354 @@
+"""Projectors: added linear layers that write into a language model's embedding space, found and measured."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hfpatch.errors import InputError, RefusedError
+from hfpatch.model.embed import find_embedding
+from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.untouched import default_init, untouched
+
+T = TypeVar("T")
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+HOLDS = frozenset({"base_layer", "original_module", "modules_to_save", "base_model", "model"})
+"""Names under which PEFT's modules hold a model's own ones; everything else in them is an adapter."""
+
+PROBE_FAILS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, LookupError)
+"""What a module raises that is not made to be called with one tensor of features."""
+
+ROWS = 4096
+"""Token ids, and frames of noise, that are measured."""
+
+
+@dataclass(frozen=True)
+class Projector:
+    """A linear layer, and the projector it ends.
+
+    Attributes:
+        path: Path of the layer; of several copies that PEFT keeps of it, the first.
+        layer: The layer that writes the embeddings.
+        inside: The projector: the layer itself, or the module that runs earlier layers before it.
+        copies: Every copy with its path, the first included.
+    """
+
+    path: str
+    layer: nn.Linear
+    inside: nn.Module
+    copies: tuple[tuple[str, nn.Linear], ...]
+
+
+def width(backbone: Submodel) -> int | None:
+    """Features of a token embedding; None where the model has none."""
+    table = _table(backbone)
+    return None if table is None else int(table.weight.shape[1])
+
+
+def embedding_rms(survey: Survey, backbone: Submodel) -> float | None:
+    """RMS of the token embeddings as the language model sees them: the output of its embedding module.
+
+    Of all rows, or of 4,096 drawn with a fixed seed. None where the weights are not loaded, or sharded.
+    """
+    embedding, table = find_embedding(backbone.model), _table(backbone)
+    if embedding is None or table is None or table.weight.is_meta or hasattr(table.weight, "device_mesh"):
+        return None
+
+    def measure() -> float:
+        rows = int(table.weight.shape[0])
+        ids = torch.arange(rows)
+        if rows > ROWS:
+            ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:ROWS]
+        with torch.no_grad():
+            return rms(embedding(ids.to(table.weight.device)))
+
+    return _once(survey, ("embedding", backbone.path), measure)
+
+
+def rms(values: torch.Tensor) -> float:
+    """Root of the mean square, in float64."""
+    return math.sqrt(float(values.detach().double().square().mean()))
+
+
+def proved(survey: Survey, projector: Projector) -> bool:
+    """Whether it is provably untouched: copies that PEFT keeps of one layer are judged together."""
+
+    def judge() -> bool:
+        layers = [layer for _, layer in projector.copies]
+        return any(layer.weight.requires_grad for layer in layers) and (
+            untouched(layers[0]) if len(layers) == 1 else all(default_init(layer) for layer in layers)
+        )
+
+    return _once(survey, ("proved", projector.path), judge)
+
+
+def input_rms(survey: Survey, projector: Projector, outer: float) -> float:
+    """RMS of what the layer reads, when the projector reads features of RMS `outer`.
+
+    The earlier layers of the projector are run on noise, in a copy: nothing changes. Where that fails, `outer`.
+    """
+    if projector.inside is projector.layer:
+        return outer
+    calls = _once(survey, ("probe", projector.path, outer), lambda: _probe(projector.inside, outer))
+    return calls.get(_place(projector.inside, projector.layer)) or outer
+
+
+def output_rms(survey: Survey, projector: Projector, outer: float) -> float:
+    """RMS of what the layer writes as it is, bias left out, when the projector reads features of RMS `outer`."""
+    weight = projector.layer.weight.detach().float()
+    return input_rms(survey, projector, outer) * float(weight.norm()) / math.sqrt(projector.layer.out_features)
+
+
+def choose(survey: Survey, backbone: Submodel, modules: Iterable[str]) -> tuple[Projector, ...]:
+    """The one projector that feeds a language model, or those that are named by path or glob.
+
+    Raises:
+        RefusedError: There are several and none is named, or one does not fit.
+        InputError: A name that matches no module.
+    """
+    if modules:
+        named_ones = _once(survey, ("named", *modules), lambda: tuple(_named(survey, backbone, modules)))
+        _check_writable(survey, named_ones)
+        return named_ones
+    chosen = _once(survey, ("found", backbone.path), lambda: found(survey, backbone))
+    if len(chosen) > 1:
+        paths = [p.path for p in chosen]
+        raise RefusedError(
+            f"several layers may be the projector: {', '.join(paths)}; "
+            f'name those meant with options={{"projection-init": {{"modules": {paths[:1]!r}}}}}'
+        )
+    unfit = [] if chosen else misfits(survey, backbone)
+    if unfit:
+        raise RefusedError(_misfit(backbone, *unfit[0]))
+    _check_writable(survey, chosen)
+    return chosen
+
+
+def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
+    for path, layer in (place for projector in chosen for place in projector.copies):
+        weight = layer.__dict__["_parameters"].get("weight")
+        if weight is None:
+            raise RefusedError(
+                f"the weight of {path} is computed from others, not held: re-draw it before that is set up"
+            )
+        if weight.is_meta:
+            raise RefusedError(f"the weights of {path} are not loaded: plan again when they are")
+        if hasattr(weight, "device_mesh"):
+            raise RefusedError(f"the weight of {path} is sharded: re-draw it before the model is")
+        if not weight.is_floating_point():
+            raise RefusedError(f"the weight of {path} is quantised ({weight.dtype}): re-draw it before that")
+        for other, module in survey.modules.items():
+            if module is not layer and any(p is weight for p in module.__dict__["_parameters"].values()):
+                raise RefusedError(f"the weight of {path} is also that of {other}: untie them first")
+
+
+def _named(survey: Survey, backbone: Submodel, patterns: Iterable[str]) -> Iterator[Projector]:
+    hits: list[str] = []
+    for pattern in patterns:
+        paths = fnmatch.filter([p for p in survey.modules if p], pattern)
+        if not paths:
+            raise InputError(f"options: projection-init: modules: no module's path matches {pattern!r}")
+        hits += [p for p in paths if p not in hits]
+    for path in hits:
+        if any(path.startswith(f"{other}.") for other in hits):
+            continue
+        if _is_adapter(survey, path):
+            raise RefusedError(f"{path} is part of an adapter, whose initial values are its own affair")
+        projector = named(survey, path)
+        if projector is None:
+            raise RefusedError(_misfit(backbone, path, survey.modules[path]))
+        if projector.layer.out_features != width(backbone):
+            raise RefusedError(_misfit(backbone, projector.path, projector.layer))
+        yield projector
+
+
+def _misfit(backbone: Submodel, path: str, module: nn.Module) -> str:
+    if not isinstance(module, nn.Linear):
+        return f"{path} is a {type(module).__name__} and holds no linear layer to re-draw: only nn.Linear is served"
+    size = width(backbone)
+    return (
+        f"{path} puts out {module.out_features} features, the token embeddings of {backbone.place} have {size}: "
+        f"make its out_features {size}"
+    )
+
+
+def found(survey: Survey, backbone: Submodel) -> tuple[Projector, ...]:
+    """The projectors that feed a language model, in the model's order.
+
+    Of a projector of several layers, the last one called. Not meant: adapters of PEFT, what lies in the
+    decoder layers or in a list of blocks, and a square layer by itself (it may be a head on the
+    language model's outputs), unless an encoder of that width is there.
+    """
+    size = width(backbone)
+    kept: dict[str, list[tuple[str, nn.Linear, nn.Module]]] = {}
+    for path, layer in _layers(survey, backbone):
+        if not isinstance(layer, nn.Linear) or layer.out_features != size or _in_list(survey, path):
+            continue
+        at, inside = _inside(survey, path)
+        if inside is layer and layer.in_features == size and not _encoder_of(survey, backbone, layer.in_features):
+            continue
+        if path in _last(survey, at, inside):
+            kept.setdefault(_without_copy(path), []).append((path, layer, inside))
+    return tuple(_projector(each) for each in kept.values())
+
+
+def named(survey: Survey, path: str) -> Projector | None:
+    """The projector that a module named by the caller is or holds; None if it holds no linear layer."""
+    module = survey.modules[path]
+    linears = [(p, m) for p, m in survey.below(path) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)]
+    if isinstance(module, nn.Linear):
+        inside = module if _is_adapter(survey, path) else _inside(survey, path)[1]
+        return Projector(path, module, inside, ((path, module),))
+    if not linears:
+        return None
+    last = linears[-1][0] if _is_peft(module) else _last(survey, path, module)[-1]
+    own = [(p, m) for p, m in linears if _without_copy(p) == _without_copy(last)]
+    return _projector([(p, m, m if _is_peft(module) else module) for p, m in own])
+
+
+def misfits(survey: Survey, backbone: Submodel) -> list[tuple[str, nn.Module]]:
+    """Added layers that may have been meant as a projector and cannot be, with their paths.
+
+    Convolutions that write the embedding's width, and projectors that end in a linear layer of another.
+    """
+    size, out = width(backbone), list[tuple[str, nn.Module]]()
+    for path, module in _layers(survey, backbone):
+        if isinstance(module, CONVOLUTIONS):
+            unfit = module.out_channels == size
+        else:
+            at, inside = _inside(survey, path)
+            first = next(m for _, m in survey.below(at) if isinstance(m, nn.Linear))
+            is_head = first.in_features == size
+            unfit = module.out_features != size and not is_head and path == _last(survey, at, inside)[-1]
+        if unfit and not _in_list(survey, path):
+            out.append((path, module))
+    return out
+
+
+def _layers(survey: Survey, backbone: Submodel) -> Iterator[tuple[str, Layer]]:
+    """Added layers with weights that may feed the backbone."""
+    stack = survey.stacks.get(backbone.path)
+    for path, module in survey.added.items():
+        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_adapter(survey, path):
+            continue
+        if stack is not None and path.startswith(f"{stack.path}."):
+            continue
+        holders = [s.path for s in survey.submodels if s.path == "" or path.startswith(f"{s.path}.")]
+        holder = max(holders, key=len, default=None)
+        if holder is None or holder in ("", backbone.path) or backbone.path.startswith(f"{holder}."):
+            yield path, module
+
+
+def _projector(copies: Iterable[tuple[str, nn.Linear, nn.Module]]) -> Projector:
+    each = list(copies)
+    path, layer, inside = each[0]
+    return Projector(path, layer, inside, tuple((p, m) for p, m, _ in each))
+
+
+def _inside(survey: Survey, path: str) -> tuple[str, nn.Module]:
+    """The outermost module around a layer that can be a projector: it holds no submodel and is called as a whole."""
+    parts, best = path.split("."), path
+    for end in range(len(parts) - 1, 0, -1):
+        at = ".".join(parts[:end])
+        module = survey.modules[at]
+        if _is_peft(module) or any(s.path == at or s.path.startswith(f"{at}.") for s in survey.submodels):
+            break
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            best = at
+    return best, survey.modules[best]
+
+
+def _last(survey: Survey, at: str, inside: nn.Module) -> list[str]:
+    """Of the linear layers of one projector, the one that is called last; all of them if it cannot be told."""
+    paths = [p for p, m in survey.below(at) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)]
+    if len(paths) < 2:
+        return paths
+    called = [f"{at}.{name}" for name in _once(survey, ("probe", at, 1.0), lambda: _probe(inside, 1.0))]
+    return called[-1:] or paths
+
+
+def _probe(module: nn.Module, outer: float) -> dict[str, float]:
+    """RMS of what each linear layer in a module reads, in the order of the calls, when it reads noise.
+
+    Runs a float32 copy in evaluation mode; random state and module stay as they are. Empty if that fails.
+    """
+    seen: dict[str, float] = {}
+    if any(p.is_meta or hasattr(p, "device_mesh") for p in module.parameters()):
+        return seen
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen.pop(name, None)  # of several calls, the last
+            seen[name] = rms(args[0])
+
+        return hook
+
+    widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for size in widths:  # of the layer that reads the features, which need not be defined first
+            seen.clear()
+            try:
+                tried = copy.deepcopy(module).cpu().float().eval()
+                for name, layer in tried.named_modules():
+                    if isinstance(layer, nn.Linear):
+                        layer.register_forward_pre_hook(watch(name))
+                tried(torch.randn(1, 256, size, generator=torch.Generator().manual_seed(0)) * outer)
+            except PROBE_FAILS:
+                continue
+            return seen
+    return {}
+
+
+def _place(outer: nn.Module, inner: nn.Module) -> str:
+    return next((name for name, module in outer.named_modules() if module is inner), "")
+
+
+def _encoder_of(survey: Survey, backbone: Submodel, size: int) -> bool:
+    others = [s for s in survey.submodels if not f"{backbone.path}.".startswith(f"{s.path}." if s.path else "")]
+    return any(getattr(s.model.config, "hidden_size", None) == size for s in others)
+
+
+def _in_list(survey: Survey, path: str) -> bool:
+    """Whether a layer lies in a list of blocks."""
+    parts = path.split(".")
+    return any(isinstance(survey.modules[".".join(parts[:end])], nn.ModuleList) for end in range(1, len(parts)))
+
+
+def _is_adapter(survey: Survey, path: str) -> bool:
+    parts = path.split(".")
+    return any(_is_peft(survey.modules[".".join(parts[:end])]) and parts[end] not in HOLDS for end in range(len(parts)))
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
+def _without_copy(path: str) -> str:
+    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)", "", path)
+
+
+def _table(backbone: Submodel) -> nn.Embedding | None:
+    embedding = find_embedding(backbone.model)
+    tables = [] if embedding is None else [m for m in embedding.modules() if isinstance(m, nn.Embedding)]
+    return tables[0] if tables and tables[0].weight.dim() == 2 else None
+
+
+_KNOWN: WeakKeyDictionary[Survey, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+
+def _once(survey: Survey, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """A measurement, made once a survey: a plan asks for it several times."""
+    known = _KNOWN.setdefault(survey, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]

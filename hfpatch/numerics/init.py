@@ -1,0 +1,43 @@
+"""Initial values: functions of the tensor they replace, seeded, that never touch torch's global random state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent draws from a normal distribution of mean 0.
+
+    They are made on the CPU in float32 and then cast, so that one seed gives one tensor on every device.
+
+    Args:
+        std: Standard deviation.
+        seed: Of the generator.
+    """
+
+    std: float
+    seed: int = 0
+
+    def __call__(self, current: torch.Tensor) -> torch.Tensor:
+        """New values of the shape, dtype and device of `current`, which stays as it is."""
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.empty(current.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
+        return drawn.to(dtype=current.dtype, device=current.device)
+
+    def __str__(self) -> str:
+        return f"normal(0, {self.std:g}) seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Zeros."""
+
+    def __call__(self, current: torch.Tensor) -> torch.Tensor:
+        """Zeros of the shape, dtype and device of `current`, which stays as it is."""
+        return torch.zeros_like(current, requires_grad=False)
+
+    def __str__(self) -> str:
+        return "zeros"

@@ -1,0 +1,298 @@
+# peft offers no public way to add one layer without touching all the others
+# pyright: reportPrivateUsage=false
+"""A kind of edit: a LoRA adapter that a model carries gains layers on linear maps it misses.
+
+PEFT's own injection re-activates every layer of an adapter, so it is called for the missing layers one by one:
+existing layers, their weights and their flags are not touched. The edited module is PEFT's `LoraModel`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hfpatch.patching.kind import ABSENT, Kind, Record
+
+PER_ADAPTER = (
+    "r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias", "lora_variant", "lora_dropout", "lora_A",
+    "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+)  # fmt: skip
+"""Tables of a LoRA layer that are keyed by the name of the adapter."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What an adapter is to gain.
+
+    Attributes:
+        adapter: Its name.
+        modules: Whole paths, in the tuner's model, of the linear maps that get a layer.
+        names: Its target names afterwards.
+    """
+
+    adapter: str
+    modules: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        leaves = dict.fromkeys(path.rpartition(".")[2] for path in self.modules)
+        return f"{len(self.modules)} more modules ({', '.join(leaves)})"
+
+
+@dataclass(frozen=True)
+class Expansions:
+    """What the adapters of one PEFT model are to gain."""
+
+    parts: tuple[Expansion, ...]
+
+    def __str__(self) -> str:
+        if len(self.parts) == 1:
+            return str(self.parts[0])
+        return "; ".join(f"{part.adapter}: {part}" for part in self.parts)
+
+    @property
+    def adapters(self) -> set[str]:
+        """Their names."""
+        return {part.adapter for part in self.parts}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer goes.
+
+    Attributes:
+        parent: The module that holds the map.
+        name: Under which name.
+        there: What was there: the map, or a layer of another adapter around it.
+        flags: `requires_grad` of every parameter in it.
+        active: The layer's own note of the active adapters; `ABSENT` for a bare map.
+        gains: The adapters that gain a layer here.
+    """
+
+    parent: nn.Module
+    name: str
+    there: nn.Module
+    gains: tuple[str, ...]
+    flags: tuple[bool, ...]
+    active: Any
+
+    @property
+    def layer(self) -> Any:
+        """What is there now."""
+        return self.parent._modules.get(self.name)
+
+    @property
+    def bare(self) -> bool:
+        """Whether no adapter was there."""
+        return self.active is ABSENT
+
+
+@dataclass(frozen=True)
+class Before:
+    """The inverse: each adapter's object of target names, how many paths PEFT had noted, and every place once."""
+
+    names: tuple[Any, ...]
+    noted: int
+    places: Mapping[str, Place]
+
+
+class AdapterTargets(Kind):
+    """Adapters gain layers. A is drawn as PEFT draws it, B is 0, so no output changes.
+
+    The draws come from torch's global generator, exactly those PEFT itself would take for the same modules.
+    """
+
+    def now(self, module: nn.Module, slot: str) -> Any:
+        adapters = slot.removeprefix("targets of ").split(", ")
+        return "; ".join(_shown(_configs(module)[name].target_modules) for name in adapters if name in _configs(module))
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Expansions) -> Before:
+        from hfpatch.model.lora_places import frame_of
+
+        frame = frame_of(module)
+        wanted = {part.adapter: set(part.modules) for part in after.parts}
+        places: dict[str, Place] = {}
+        for path in dict.fromkeys(path for part in after.parts for path in part.modules):
+            parent_path, _, name = path.rpartition(".")
+            parent = frame.get_submodule(parent_path)
+            there: Any = parent._modules[name]
+            gains = tuple(part.adapter for part in after.parts if path in wanted[part.adapter])
+            flags = tuple(p.requires_grad for p in there.parameters())
+            places[path] = Place(parent, name, there, gains, flags, there.__dict__.get("_active_adapter", ABSENT))
+        names = tuple(_configs(module)[part.adapter].target_modules for part in after.parts)
+        return Before(names, len(_noted(module)), places)
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        before: Before = record.before
+        tuner: Any = module
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set to")
+            models = [(part, _Model(tuner, part.adapter)) for part in record.after.parts]
+            for part, model in models:
+                for path in part.modules:
+                    place = before.places[path]
+                    tuner._create_and_replace(
+                        model.config, part.adapter, place.layer, place.name, place.parent, current_key=path
+                    )
+        for place in before.places.values():
+            _keep(place)
+        for part, model in models:
+            for path in part.modules:
+                model.shape(before.places[path], part.adapter)
+        _rename(module, record)
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        before: Before = record.before
+        for place in before.places.values():
+            if place.bare:
+                place.parent._modules[place.name] = place.there
+            else:
+                for adapter in place.gains:
+                    _pop(place.there, adapter)
+                place.there.__dict__["_active_adapter"] = place.active
+            for parameter, flag in zip(place.there.parameters(), place.flags, strict=True):
+                parameter.requires_grad_(flag)
+        for part, names in zip(record.after.parts, before.names, strict=True):
+            if part.adapter in _configs(module):
+                _configs(module)[part.adapter].target_modules = names
+        del _noted(module)[before.noted :]
+
+    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        for part in record.after.parts:
+            config = _configs(module).get(part.adapter)
+            if config is None:
+                return f"adapter {part.adapter!r} was deleted"
+            if isinstance(config.target_modules, str) or set(config.target_modules) != set(part.names):
+                return f"target_modules of {part.adapter!r}: {_shown(config.target_modules)}"
+            for path in part.modules:
+                place: Place = record.before.places[path]
+                layer = place.layer
+                if part.adapter not in getattr(layer, "lora_A", ()):
+                    return f"without the layer of {part.adapter!r} at {path}"
+                if layer.merged:
+                    return f"merged into the base weights at {path}; unmerge_adapter() takes it out"
+                others = set(layer.lora_A) - record.after.adapters
+                if place.bare and others:
+                    return (
+                        f"shared with adapter {min(others)!r} at {path}; delete_adapter({min(others)!r}) takes it out"
+                    )
+        return None
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
+        held: list[Any] = []
+        for place in record.before.places.values():
+            layer = place.layer
+            flags = [p.requires_grad for p in layer.parameters()]
+            held.append((layer, {name: _taken(layer, name) for name in place.gains}, flags))
+        self.restore(root, module, record)
+        return held
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
+        for place, (layer, tables, flags) in zip(record.before.places.values(), held, strict=True):
+            place.parent._modules[place.name] = layer
+            for adapter, values in tables.items():
+                for name, value in values.items():
+                    getattr(layer, name)[adapter] = value
+            for parameter, flag in zip(layer.parameters(), flags, strict=True):
+                parameter.requires_grad_(flag)
+        _rename(module, record)
+
+    def added(self, root: nn.Module, module: nn.Module, record: Record) -> Iterable[nn.Parameter]:
+        for part in record.after.parts:
+            for path in part.modules:
+                yield from _of_adapter(record.before.places[path].layer, part.adapter)
+
+
+class _Model:
+    """How an adapter's existing layers are, for the new ones to be the same."""
+
+    def __init__(self, tuner: Any, adapter: str) -> None:
+        layers = [m for m in tuner.model.modules() if adapter in getattr(m, "lora_A", ())]
+        parameters = [p for layer in layers for p in _of_adapter(layer, adapter)]
+        own = copy.copy(tuner.peft_config[adapter])
+        if own.init_lora_weights != "gaussian":
+            own.init_lora_weights = True
+        self.config = own
+        self.trains = any(p.requires_grad for p in parameters)
+        self.dtype = next((p.dtype for p in parameters if p.is_floating_point()), None)
+        self.disabled = any(layer._disable_adapters for layer in layers)
+        self.active = tuner.active_adapters
+
+    def shape(self, place: Place, adapter: str) -> None:
+        """Give a new layer the flags, dtype and mode of the others."""
+        layer = place.layer
+        if place.bare:
+            inner = {id(m) for m in place.there.modules()}
+            for part in layer.modules():
+                if id(part) not in inner:
+                    part.training = place.there.training
+            layer._active_adapter = list(self.active)
+            layer._disable_adapters = self.disabled
+            bias = getattr(place.there, "bias", None)
+            if self.config.bias == "lora_only" and self.trains and isinstance(bias, nn.Parameter):
+                bias.requires_grad_(True)
+        else:
+            layer.lora_dropout[adapter].train(layer.training)
+        for parameter in _of_adapter(layer, adapter):
+            if self.dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.dtype)
+            parameter.requires_grad_(self.trains)
+
+
+def _keep(place: Place) -> None:
+    """Put back the flags of what was there, which PEFT sets anew whenever a layer is made or gains an adapter."""
+    new = {id(p) for adapter in place.gains for p in _of_adapter(place.layer, adapter)}
+    old = [p for p in place.there.parameters() if id(p) not in new or place.bare]
+    for parameter, flag in zip(old, place.flags, strict=True):
+        parameter.requires_grad_(flag)
+    if not place.bare:
+        place.there.__dict__["_active_adapter"] = place.active
+
+
+def _rename(module: nn.Module, record: Record) -> None:
+    for part in record.after.parts:
+        config = _configs(module)[part.adapter]
+        config.target_modules = list(part.names) if isinstance(config.target_modules, list) else set(part.names)
+    noted = _noted(module)
+    known = set(noted)
+    noted.extend(path for path in record.before.places if path not in known)
+
+
+def _of_adapter(layer: Any, adapter: str) -> Iterable[nn.Parameter]:
+    for name in PER_ADAPTER:
+        table = getattr(layer, name, None)
+        if isinstance(table, nn.ModuleDict) and adapter in table:
+            yield from table[adapter].parameters()
+        elif isinstance(table, nn.ParameterDict) and adapter in table:
+            yield table[adapter]
+
+
+def _taken(layer: Any, adapter: str) -> dict[str, Any]:
+    return {name: getattr(layer, name)[adapter] for name in PER_ADAPTER if adapter in getattr(layer, name, ())}
+
+
+def _pop(layer: Any, adapter: str) -> None:
+    for name in PER_ADAPTER:
+        table = getattr(layer, name, None)
+        if table is not None and adapter in table:
+            del table[adapter]
+
+
+def _configs(tuner: nn.Module) -> dict[str, Any]:
+    configs: Any = tuner.peft_config
+    return configs
+
+
+def _noted(tuner: nn.Module) -> list[str]:
+    """Paths of adapted modules, as PEFT itself notes them."""
+    noted: Any = tuner.__dict__.get("targeted_module_names")
+    return noted if isinstance(noted, list) else []
+
+
+def _shown(names: Any) -> str:
+    return names if isinstance(names, str) else ", ".join(names if isinstance(names, list) else sorted(names or ()))

@@ -1,0 +1,76 @@
+"""What callers pass to plan, apply and revert, checked: names of patches, options, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hfpatch.errors import InputError
+from hfpatch.patching import registry
+from hfpatch.patching.registry import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+Names = str | Iterable[str] | None
+
+
+def names(given: Names) -> list[str]:
+    """Names as a caller gave them.
+
+    Raises:
+        InputError: They are none.
+    """
+    found: Any = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(found, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in found):
+        raise InputError(f"only=, include= and exclude= take patch ids or globs, got {given!r}")
+    return list(found)
+
+
+def ids(given: Names) -> set[str]:
+    """The patches that names and globs mean.
+
+    Raises:
+        InputError: They are no names.
+        UnknownPatchError: One matches no patch.
+    """
+    return {patch_id for name in names(given) for patch_id in registry.match(name)}
+
+
+def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """The options a caller set, by patch.
+
+    Raises:
+        InputError: They are no options, or a patch has none of that name.
+        UnknownPatchError: No such patch.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(v, Mapping) for v in given.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"options= takes {{patch id: {{name: value}}}}, got {given!r}")
+    for patch_id, settings in (given or {}).items():
+        if patch_id not in entries:
+            raise registry.unknown(patch_id, entries)
+        for name in settings:
+            if name not in entries[patch_id].patch.options:
+                have = ", ".join(entries[patch_id].patch.options) or "none"
+                raise InputError(f"options: {patch_id} has no option {name!r}; it has: {have}")
+        out[patch_id] = dict(settings)
+    return out
+
+
+def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype to compute in, from a dtype or its name.
+
+    Raises:
+        InputError: It is neither.
+    """
+    import torch
+
+    if given is None:
+        return None
+    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    name = str(given).removeprefix("torch.")
+    dtype = getattr(torch, short.get(name, name), None)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise InputError(f"compute dtype {given!r}: want float16, bfloat16, float32 or float64")
+    return dtype

@@ -1,0 +1,113 @@
+# `_attn_implementation` is where transformers keeps the choice; it has no public reader
+# pyright: reportPrivateUsage=false
+"""The kind of edit that chooses a submodel's attention implementation, for this model only.
+
+The public setter writes the config, and configs are shared: with parents, and between models. So the
+submodel's configs, its parents' and its children's, are copied first, every module is pointed at the
+copies, and the setter then writes those.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import sdpa_mask
+
+from hfpatch.numerics.attention import fp32_logits_attention, fp32_logits_mask, sdpa_without_cudnn
+from hfpatch.patching.kind import Kind, Record
+
+FP32_LOGITS = "hfpatch_fp32_logits"
+WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
+
+# When this module is imported and not when a patch is applied: a model that was pickled with its choice
+# names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
+AttentionInterface.register(FP32_LOGITS, fp32_logits_attention)
+AttentionMaskInterface.register(FP32_LOGITS, fp32_logits_mask)
+AttentionInterface.register(WITHOUT_CUDNN, sdpa_without_cudnn)
+AttentionMaskInterface.register(WITHOUT_CUDNN, sdpa_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Configs:
+    """The configs that were copied, and their copies, pairwise; and the implementation before."""
+
+    pairs: tuple[tuple[PreTrainedConfig, PreTrainedConfig], ...]
+    implementation: str
+
+
+class AttentionChoice(Kind):
+    """A submodel's attention implementation; `record.after` is its name."""
+
+    unseen = "torch.compile would go on running the attention it made its code from"
+
+    def now(self, module: nn.Module, slot: str) -> Any:
+        return module.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Configs:
+        config: Any = module.config
+        mine = {id(c) for c in _tree(config)}
+        held = {id(c): c for c in _held(root)}
+        shared = [c for c in held.values() if not mine.isdisjoint(id(t) for t in _tree(c)) or id(c) in mine]
+        memo: dict[int, Any] = {}
+        for each in [config, *shared]:
+            copy.deepcopy(each, memo)
+        olds = {id(t): t for each in [config, *shared] for t in _tree(each)}
+        return Configs(tuple((old, memo[key]) for key, old in olds.items()), config._attn_implementation)
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        _point(root, {id(old): new for old, new in record.before.pairs})
+        # the setter also goes through submodels of other configs, and leaves those as they are
+        module.set_attn_implementation({"": record.after})  # pyright: ignore[reportCallIssue]
+        if self.now(module, record.slot) != record.after:
+            raise ValueError(
+                f"{type(module).__name__} does not take attention {record.after!r}: it is not computed through "
+                "transformers' AttentionInterface"
+            )
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        before: Configs = record.before
+        if all(_same(old, new) for old, new in before.pairs):
+            _point(root, {id(new): old for old, new in before.pairs})
+        else:  # somebody has set other values meanwhile (use_cache, say): those stay
+            module.set_attn_implementation({"": before.implementation})  # pyright: ignore[reportCallIssue]
+
+    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        now = self.now(module, record.slot)
+        return None if now == record.after else str(now)
+
+
+def _held(root: nn.Module) -> Iterable[PreTrainedConfig]:
+    for module in root.modules():
+        yield from (v for v in module.__dict__.values() if isinstance(v, PreTrainedConfig))
+
+
+def _tree(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and the configs in it, at any depth."""
+    out = [config]
+    for value in config.__dict__.values():
+        if isinstance(value, PreTrainedConfig):
+            out += _tree(value)
+    return out
+
+
+def _point(root: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
+    """Point every module that holds one of these configs at the other."""
+    for module in root.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, PreTrainedConfig) and id(value) in to:
+                module.__dict__[name] = to[id(value)]
+
+
+def _same(old: PreTrainedConfig, new: PreTrainedConfig) -> bool:
+    """Equal but for attention; configs inside are compared on their own."""
+
+    def values(config: PreTrainedConfig) -> dict[str, Any]:
+        skip = ("_attn_implementation_internal", "_attn_was_changed")
+        return {k: v for k, v in config.__dict__.items() if k not in skip and not isinstance(v, PreTrainedConfig)}
+
+    return values(old) == values(new)

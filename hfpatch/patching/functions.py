@@ -1,0 +1,352 @@
+# modes are pushed and popped by hooks, and hooks are taken off by identity, on a deepcopy too
+# pyright: reportPrivateUsage=false
+"""Replaces a function inside one module's forward: 1 + tanh(x) becomes a bounded factor. `torch` stays as it is.
+
+A pair of forward hooks enters a `TorchFunctionMode` for the module's own call, on this thread. The mode remembers
+what tanh gave, through casts and changes of shape, and when 1 is added to that it gives 1 + delta(x) instead. Every
+other tanh stays. Other modules called inside keep their own 1 + tanh (a GELU): where their code mentions tanh, a
+second pair of hooks hides their additions from the mode.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+from hfpatch.errors import RefusedError
+from hfpatch.numerics.modulation import delta
+from hfpatch.patching.kind import Kind, Record
+
+SLOT = "1 + tanh"
+
+TANH = frozenset({"tanh", "tanh_"})
+ADD = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__"})
+SHAPING = frozenset(
+    {
+        "to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "detach",
+        "unsqueeze", "squeeze", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten",
+        "expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "transpose", "permute", "movedim",
+        "chunk", "split", "tensor_split", "unbind", "select", "narrow", "__getitem__",
+    }
+)  # fmt: skip
+"""Functions that keep values: what they give of a tanh is remembered too."""
+
+
+OVERWRITES = frozenset(n for n in dir(torch.Tensor) if n.endswith("_") and not n.endswith("__")) | {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+}  # fmt: skip
+"""Functions that write to their first argument. A set, because torch.compile cannot trace `str.endswith` there."""
+
+
+class Step(NamedTuple):
+    """One function of SHAPING as it was called; `item` picks from several results."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    item: int | None
+
+
+class Tanh:
+    """What a call of tanh gave: the result, or something made of it by `steps`, and the argument."""
+
+    def __init__(self, result: torch.Tensor, argument: torch.Tensor, steps: tuple[Step, ...] = ()) -> None:
+        self.result, self.argument, self.steps = result, argument, steps
+
+    def through(self, value: torch.Tensor) -> torch.Tensor:
+        """A value in the shape and dtype of the argument, taken the way of the result."""
+        for function, args, kwargs, item in self.steps:
+            value = function(value, *args, **kwargs)
+            if item is not None:
+                value = value[item]  # pyright: ignore[reportIndexIssue]
+        return value
+
+
+class Watch(TorchFunctionMode):
+    """Remembers tanh results of the calls made while it is entered, and hears of each 1 that is added to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tanh] = []
+
+    def one_plus(self, tanh: Tanh, run: Any) -> Any:
+        """Called in place of adding 1 to a tanh; `run()` does what was asked."""
+        raise NotImplementedError
+
+    def before_change(self, tanh: Tanh) -> None:
+        """Called before the argument of a tanh is overwritten."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, remembering what matters."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in TANH:
+            return self._tanh(func, name, args, kwargs)
+        if not self.seen:
+            return func(*args, **kwargs)
+        if name in ADD and (added := _one_and(args, kwargs)) is not None:
+            for tanh in self.seen:
+                if tanh.result is added:
+                    return self._sum(tanh, func, name, args, kwargs)
+        if name in OVERWRITES:
+            self._forget(args[0] if args else None)
+        elif "out" in kwargs:
+            self._forget(kwargs["out"])
+        out = func(*args, **kwargs)
+        if name in SHAPING and args:
+            for tanh in self.seen:
+                if tanh.result is args[0]:
+                    self._follow(tanh, func, args[1:], kwargs, out)
+                    break
+        return out
+
+    def _tanh(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        argument = args[0] if args else kwargs["input"]
+        if name == "tanh_" or kwargs.get("out") is argument:
+            self._forget(argument)
+            argument = argument.clone()
+        out = func(*args, **kwargs)
+        self.seen.append(Tanh(out, argument))
+        return out
+
+    def _sum(self, tanh: Tanh, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        out = self.one_plus(tanh, lambda: func(*args, **kwargs))
+        into = args[0] if name in ("add_", "__iadd__") else kwargs.get("out")
+        if into is None or out is into:
+            return out
+        self._forget(into)
+        return into.copy_(out)
+
+    def _follow(self, tanh: Tanh, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if isinstance(out, (tuple, list)):
+            for i, item in enumerate(out):
+                self.seen.append(Tanh(item, tanh.argument, (*tanh.steps, Step(func, args, kwargs, i))))
+        else:
+            self.seen.append(Tanh(out, tanh.argument, (*tanh.steps, Step(func, args, kwargs, None))))
+
+    def _forget(self, overwritten: Any) -> None:
+        for tanh in self.seen:
+            if tanh.argument is overwritten and tanh.result is not overwritten:
+                self.before_change(tanh)
+        self.seen = [tanh for tanh in self.seen if tanh.result is not overwritten]
+
+
+class Bounding(Watch):
+    """Gives 1 + delta(x) where 1 is added to tanh(x), in the call of one module."""
+
+    def __init__(self, bounds: Bounded, module: nn.Module, caller: FrameType | None) -> None:
+        super().__init__()
+        self.bounds, self.module, self.caller = bounds, module, caller
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _tanh(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        out = super()._tanh(func, name, args, kwargs)
+        if not torch.compiler.is_compiling() and not torch.is_inference(self.seen[-1].argument):
+            self.versions.append((self.seen[-1].argument, self.seen[-1].argument._version))
+        return out
+
+    def before_change(self, tanh: Tanh) -> None:
+        """Compute the factor while its argument is still there."""
+        if all(argument is not tanh.argument for argument, _ in self.made):
+            self.made.append((tanh.argument, self._delta(tanh.argument)))
+
+    def one_plus(self, tanh: Tanh, run: Any) -> Any:
+        """1 + delta(x), in shape and dtype of the sum it replaces."""
+        if not torch.compiler.is_compiling():
+            self._check(tanh)
+        for argument, value in self.made:
+            if argument is tanh.argument:
+                return tanh.through(value) + 1
+        return tanh.through(self._delta(tanh.argument)) + 1
+
+    def _delta(self, x: torch.Tensor) -> torch.Tensor:
+        return delta(x, self.bounds.low, self.bounds.high)
+
+    def _check(self, tanh: Tanh) -> None:
+        made = any(argument is tanh.argument for argument, _ in self.made)
+        for argument, version in self.versions:
+            if argument is tanh.argument and argument._version != version and not made:
+                raise RefusedError(
+                    f"sigmoid-modulation: the argument of a tanh in {type(self.module).__name__} was overwritten "
+                    "through a view before 1 was added to the result; revert the patch, or clone the argument"
+                )
+        frame: FrameType | None = sys._getframe()
+        inside = False
+        while frame is not None and frame is not self.caller:
+            inside = inside or frame.f_code.co_filename == CHECKPOINT
+            frame = frame.f_back
+        if inside and frame is not None:
+            raise RefusedError(
+                f"sigmoid-modulation: the forward of {type(self.module).__name__} checkpoints the part of itself that "
+                "has 1 + tanh, which would be recomputed without the patch; checkpoint the whole module from outside "
+                "(model.gradient_checkpointing_enable() does), or put that part into a module of its own"
+            )
+
+
+class Blind(TorchFunctionMode):
+    """Hides from the modes below it that 1 is added to a tensor they may know."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function; a sum with 1 gets an alias of its tensor."""
+        kwargs = kwargs or {}
+        added = _one_and(args, kwargs) if func.__name__ in ADD else None
+        if added is not None:
+            args = tuple(torch.ops.aten.alias(a) if a is added else a for a in args)
+            kwargs = {k: torch.ops.aten.alias(v) if v is added else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+CHECKPOINT = torch.utils.checkpoint.__file__
+NOT_COMPILED = (
+    "sigmoid-modulation: this module calls torch.nn.functional.tanh, which torch.compile does not show to the patch; "
+    "write torch.tanh there, or run it uncompiled (torch.compiler.disable)"
+)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What the edit asks for: the factor's bounds.
+
+    Args:
+        low: Lower limit, below 1.
+        high: Upper limit, above 1.
+        eager: It cannot be compiled: it calls `torch.nn.functional.tanh`.
+    """
+
+    low: float
+    high: float
+    eager: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g}, 1 at 0"
+
+
+class Enter:
+    """A forward pre-hook that enters a mode for the call; None for `bounds` hides instead."""
+
+    def __init__(self, bounds: Bounded | None) -> None:
+        self.bounds = bounds
+        self.traced: list[TorchFunctionMode] = []  # of the call torch.compile is tracing: the stack is not to be read
+
+    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Enter; modes that a KeyboardInterrupt left behind go first."""
+        compiling = torch.compiler.is_compiling()
+        if self.bounds is not None and self.bounds.eager and (compiling or _dynamo_is_on()):
+            raise RefusedError(NOT_COMPILED)
+        if compiling:
+            traced = Blind() if self.bounds is None else Bounding(self.bounds, module, None)
+            traced.__enter__()
+            self.traced.append(traced)
+            return
+        frame = sys._getframe().f_back
+        while isinstance(top := _top(), Bounding) and not _running(top.caller, frame):
+            _pop_mode()
+        _push_mode(Blind() if self.bounds is None else Bounding(self.bounds, module, frame))
+
+
+class Leave:
+    """The forward hook that ends what an `Enter` began, also when forward raised."""
+
+    def __init__(self, enter: Enter) -> None:
+        self.enter = enter
+
+    def __call__(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        """Leave, if the mode on top is the one that was entered for this call."""
+        if torch.compiler.is_compiling():
+            self.enter.traced.pop().__exit__(None, None, None)
+            return
+        top = _top()
+        if isinstance(top, Blind) if self.enter.bounds is None else isinstance(top, Bounding) and top.module is module:
+            _pop_mode()
+        if isinstance(top, Bounding):
+            top.caller = None  # a frame keeps its tensors
+
+
+class OnePlusTanh(Kind):
+    """1 + tanh in a module's own forward becomes a bounded factor. `record.before` holds the hooks, by module."""
+
+    unseen = "torch.compile would go on running the code it made without the hooks"
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
+        """The hooks that will be set: `((module, enter, leave), ...)`, the edited module's first."""
+        from hfpatch.patching.probe import mentions_tanh
+
+        pairs: list[tuple[nn.Module, Enter, Leave]] = []
+        others = [m for m in module.modules() if m is not module and mentions_tanh(m)]
+        for each, bounds in ((module, after), *((m, None) for m in others)):
+            enter = Enter(bounds)
+            pairs.append((each, enter, Leave(enter)))
+        return tuple(pairs)
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        for each, enter, leave in record.before:
+            # The edited module's mode is the innermost of its call, a hiding one the outermost: they nest in any order.
+            own = each is module
+            each.register_forward_pre_hook(enter, with_kwargs=True, prepend=not own)
+            each.register_forward_hook(leave, prepend=own, always_call=True)
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        for each, *hooks in record.before:
+            tables = _tables(each)
+            for key in [k for t in tables for k, h in t.items() if any(h is hook for hook in hooks)]:
+                for table in tables:
+                    table.pop(key, None)
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
+        held = [(table, dict(table)) for each, *_ in record.before for table in _tables(each)]
+        self.restore(root, module, record)
+        return held
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
+        for table, was in held:
+            table.clear()
+            table.update(was)
+
+
+def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+
+
+def _one_and(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor to which a sum adds the number 1; None for any other sum."""
+    terms = (*args, *(kwargs[k] for k in ("input", "other") if k in kwargs))
+    if len(terms) != 2 or kwargs.get("alpha", 1) != 1:
+        return None
+    a, b = terms
+    if isinstance(a, torch.Tensor) and isinstance(b, (int, float)) and b == 1:
+        return a
+    if isinstance(b, torch.Tensor) and isinstance(a, (int, float)) and a == 1:
+        return b
+    return None
+
+
+def _dynamo_is_on() -> bool:
+    """Whether torch.compile would compile what this thread calls next: it goes on with the parts of what it gave up."""
+    from torch._C._dynamo import eval_frame
+
+    ask = getattr(eval_frame, "get_eval_frame_callback", None)
+    return ask is not None and callable(ask())
+
+
+def _top() -> Any:
+    return _get_current_function_mode() if torch._C._len_torch_function_stack() else None
+
+
+def _running(caller: FrameType | None, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not caller:
+        frame = frame.f_back
+    return frame is not None

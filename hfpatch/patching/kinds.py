@@ -1,0 +1,130 @@
+# hooks are found and taken off by identity, which torch's handles cannot do on a deepcopy
+# pyright: reportPrivateUsage=false
+"""The closed set of kinds of edit, by name; the plain ones are here, the others have a file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.patching.adapters import AdapterTargets
+from hfpatch.patching.attention import AttentionChoice
+from hfpatch.patching.functions import OnePlusTanh
+from hfpatch.patching.kind import ABSENT, Kind, Record
+
+
+class Attribute(Kind):
+    """A module's plain attribute takes another value."""
+
+    def now(self, module: nn.Module, slot: str) -> Any:
+        return module.__dict__.get(slot, ABSENT)
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
+        return self.now(module, slot)
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        setattr(module, record.slot, record.after)
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        if record.before is ABSENT:
+            module.__dict__.pop(record.slot, None)
+        else:
+            module.__dict__[record.slot] = record.before  # past any setter: this was its value
+
+    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        now = module.__dict__.get(record.slot, ABSENT)
+        return None if now == record.after else str(now)
+
+
+class Hook(Kind):
+    """A forward hook that casts: `record.after` is the hook itself, found again by identity."""
+
+    unseen = "torch.compile would go on running the code it made without the hooks"
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        if record.slot.startswith("input"):
+            module.register_forward_pre_hook(record.after, with_kwargs=True)
+        else:
+            module.register_forward_hook(record.after)
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        for hooks, flags in _hook_tables(module):
+            for key in [k for k, hook in hooks.items() if hook is record.after]:
+                for table in (hooks, *flags):
+                    table.pop(key, None)
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
+        held = [(table, dict(table)) for hooks, flags in _hook_tables(module) for table in (hooks, *flags)]
+        self.restore(root, module, record)
+        return held
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
+        for table, was in held:  # all of them, in the order they had
+            table.clear()
+            table.update(was)
+
+
+class TensorInPlace(Kind):
+    """A parameter's or buffer's values are replaced; the tensor stays the same object.
+
+    `record.after` is a function of the old values, `record.before` the old values.
+    """
+
+    def now(self, module: nn.Module, slot: str) -> Any:
+        tensor = _tensor(module, slot)
+        return ABSENT if tensor.is_meta else f"std {float(tensor.detach().float().std(correction=0)):.3g}"
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
+        return _tensor(module, slot).detach().clone()
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        _put(_tensor(module, record.slot), record.after(record.before))
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        _put(_tensor(module, record.slot), record.before)
+
+    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        now = _tensor(module, record.slot).detach()
+        as_set = record.after(record.before).to(now)
+        return None if torch.equal(now, as_set) else f"trained or set since ({self.now(module, record.slot)})"
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
+        held = _tensor(module, record.slot).detach().clone()
+        self.restore(root, module, record)
+        return held
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
+        _put(_tensor(module, record.slot), held)
+
+
+def _tensor(module: nn.Module, slot: str) -> torch.Tensor:
+    return getattr(module, slot.removeprefix("tensor "))
+
+
+def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def _hook_tables(module: nn.Module) -> tuple[tuple[dict[int, Any], tuple[dict[int, Any], ...]], ...]:
+    """Tables of hooks, before and after forward, each with the tables that say how a hook is called."""
+    return (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    )
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "attribute": Attribute(),
+        "hook": Hook(),
+        "tensor": TensorInPlace(),
+        "attention": AttentionChoice(),
+        "adapter": AdapterTargets(),
+        "one-plus-tanh": OnePlusTanh(),
+    }
+)

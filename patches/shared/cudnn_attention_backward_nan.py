@@ -1,0 +1,92 @@
+"""Keeps sdpa attention off a cuDNN kernel whose backward pass gives NaN.
+
+## What goes wrong
+On Hopper GPUs, since torch 2.11, sdpa's default backend gives NaN gradients of the queries where output and loss are
+finite: a mask is given, the length leaves 64 modulo 128, and a row's logits lie far below zero (-120 or lower
+where measured). Training then fails at the first such batch, with a healthy forward pass.
+
+## What this changes
+The submodel's attention implementation becomes `hfpatch_sdpa_without_cudnn`: transformers' sdpa attention with
+torch's other backends, chosen for the duration of each call. The backend of the forward pass does the backward
+pass too, so the choice outlives the call where it has to and nowhere else.
+
+## Numerics
+equivalent: the same function from another fused kernel.
+
+## Known limits
+Asked of models on a Hopper GPU with sdpa attention, after a probe that runs the failing shape once for each
+device and process. torch's switch is process-wide while an attention call of this model runs: another thread that picks
+a backend in those microseconds does not get cuDNN's either. Modules that call torch's
+attention themselves are not reached.
+
+## Sources
+pytorch/pytorch#196678, huggingface/trl#7181 (symptom).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfpatch.patching import edits, select
+from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Verdict
+
+if TYPE_CHECKING:
+    from hfpatch.patching.context import Context
+    from hfpatch.patching.trial import Trial
+
+NAME = "hfpatch_sdpa_without_cudnn"
+HOPPER = (9, 0)
+
+FAILING = {"*q_proj.bias": 4.0, "*k_proj.bias": -4.0}
+"""Logits of about -4 * 4 * 128 / sqrt(128) = -181."""
+
+
+def condition(context: Context) -> Verdict:
+    """Needed where the weights are on a GPU on which the probe gives NaN."""
+    import torch
+
+    from hfpatch.numerics.attention import cudnn_backward_fails
+
+    if not context.attentions or context.submodel is None:
+        return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
+    if context.attention not in ("sdpa", NAME):
+        return NotNeeded(f"its attention is {context.attention}, not sdpa")
+    device = next(context.submodel.model.parameters()).device
+    if device.type != "cuda":
+        return NotNeeded(f"its weights are on {device.type}; the fault is one of Hopper GPUs")
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        return NotNeeded(f"{torch.cuda.get_device_name(device)} is not one of the GPUs with the fault")
+    where = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    if not cudnn_backward_fails(device):
+        return NotNeeded(f"the probe's gradients are finite here ({where})")
+    return Needed(f"probed on this GPU: sdpa's default backend gives NaN gradients ({where})")
+
+
+def symptom(trial: Trial) -> str | None:
+    """Gradients that are not finite."""
+    bad = trial.bad_gradients()
+    return f"non-finite gradients of {len(bad)} parameters, first {bad[0]}" if bad else None
+
+
+FAILS = Case(
+    "qwen2",
+    dtype="bfloat16",
+    attention="sdpa",
+    fill=FAILING,
+    config={"head_dim": 128, "max_position_embeddings": 256},
+    padded=5,
+    tokens=192,
+    device="cuda",
+)
+
+PATCH = Patch(
+    title="sdpa attention without the cuDNN kernel whose gradients are NaN",
+    architectures=("*",),
+    condition=condition,
+    edits=(edits.choose_attention(select.submodel(), NAME, "compute attention without cuDNN"),),
+    effect="equivalent",
+    symptom=symptom,
+    repros=(FAILS,),
+    leaves_alone=(Case("qwen2", attention="sdpa"), Case("qwen2", dtype="bfloat16", attention="sdpa")),
+    tolerance=2e-2,
+)

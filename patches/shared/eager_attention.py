@@ -1,0 +1,100 @@
+"""Switches a submodel to eager attention, where that is what it needs.
+
+## What goes wrong
+Some attention cannot be computed by torch's fused kernels: soft-capped logits, learned sinks. An implementation that
+somebody forces by writing `config._attn_implementation` drops them in silence, or fails in its forward. And
+attention weights are returned by eager attention only.
+
+## What this changes
+The submodel's attention implementation becomes `eager`, set by transformers' own setter on this model's own
+copy of its config, so that another model with the same config object keeps its own.
+
+## Numerics
+equivalent, but *less* exact than sdpa in half precision: eager rounds each logit, sdpa keeps them in float32.
+Relative error of its output in bfloat16 against float64: 3.5e-03 at logits of standard deviation 1, 1.6e-02 at 16,
+8.0e-02 at 1024, 9.5e-01 with all logits near 3000. sdpa there: 2.0e-03, 1.4e-03, 2.0e-04, 1.8e-03
+(`benchmarks/attention_error.py`, on a CPU).
+It changes the function where the implementation in use drops a soft-cap or sinks: back to the trained one.
+Eager attention is no cure for NaN.
+
+## Known limits
+Refused in float16: a logit above 65,504 and a padded row become NaN there; sdpa and `fp32-attention-logits` do not.
+Memory grows with the square of the length. One implementation for each submodel: mixing within one loses the mask.
+
+## Sources
+huggingface/transformers#32390 (a soft-cap that sdpa dropped); huggingface/transformers#17433.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfpatch.patching import edits, select
+from hfpatch.patching.language import Case, Effect, NotNeeded, Offered, Patch, Refused, Verdict
+
+if TYPE_CHECKING:
+    from hfpatch.patching.context import Context, Target
+    from hfpatch.patching.trial import Trial
+
+
+def condition(context: Context) -> Verdict:
+    """Suggested where the implementation in use drops something, or weights are wanted."""
+    if not context.attentions or context.submodel is None:
+        return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
+    now = context.attention
+    if now == "eager":
+        return NotNeeded("its attention is eager already")
+    if now.startswith("hfpatch_"):
+        return Refused(f"another patch chose its attention ({now}): revert that first")
+    if context.dtype == "float16":
+        return Refused(
+            f"eager attention overflows in float16 (logits above 65,504, padded rows); keep {now}, or take "
+            "fp32-attention-logits"
+        )
+    lost = dropped(context)
+    if lost:
+        return Offered(f"{now} attention drops its {lost}, which eager attention computes")
+    if getattr(context.submodel.model.config, "output_attentions", False):
+        return Offered(f"attention weights are asked for, which {now} attention does not return")
+    less = f"; in {context.dtype} it is less exact than sdpa" if context.dtype != "float32" else ""
+    return Offered(f"nothing here asks for eager attention, which needs more memory than {now}{less}", suggested=False)
+
+
+def dropped(context: Context) -> str | None:
+    """What of its attention the implementation in use does not compute: sdpa knows neither caps nor sinks."""
+    from hfpatch.model.attention import softcap
+
+    if context.attention != "sdpa" or context.submodel is None:
+        return None
+    if any(a.sinks for a in context.attentions):
+        return "sinks"
+    return "soft-cap" if softcap(context.submodel.model.config) else None
+
+
+def effect(context: Context, _target: Target) -> Effect:
+    """Equivalent, unless what is in use computes something else."""
+    return "changes-function" if dropped(context) else "equivalent"
+
+
+def symptom(trial: Trial) -> str | None:
+    """Logits that are not those of eager attention."""
+    error = trial.error(trial.logits())
+    return f"relative error {error:.2g} to eager attention" if not error < 1e-3 else None
+
+
+PATCH = Patch(
+    title="Eager attention for a submodel that needs it",
+    architectures=("*",),
+    condition=condition,
+    edits=(edits.choose_attention(select.submodel(), "eager", "compute attention eagerly"),),
+    effect=effect,
+    symptom=symptom,
+    repros=(Case("gpt_oss", attention="sdpa"),),
+    leaves_alone=(
+        Case("llama", attention="sdpa"),
+        Case("llama", dtype="bfloat16", attention="sdpa"),
+        Case("gpt_oss", dtype="float16", attention="sdpa"),
+        Case("gemma2"),
+    ),
+    tolerance=2e-2,
+)

@@ -1,0 +1,106 @@
+"""Computes attention logits in float32 where half precision cannot hold them.
+
+## What goes wrong
+Eager attention multiplies queries by keys in the dtype of the weights. In float16 a product above 65,504 is
+inf and the loss NaN, though the scale that follows would have brought it back into range; a mask's lowest
+value plus a logit below -16 rounds to -inf, so that a padded row is NaN and spreads to real tokens, soft-cap or
+not. In bfloat16 nothing overflows, but a logit of 300 is rounded to the next 2.
+
+## What this changes
+The submodel's attention implementation becomes `hfpatch_fp32_logits`, set by transformers' own setter on this
+model's own copy of its config. Product and softmax run in float32 with autocast off inside; an upcast after the
+product, or before it under autocast, would do nothing. A row that may look at nothing gives 0. Soft-caps, sinks,
+sliding windows, grouped heads and caches stay. Where torch's fused attention can do the whole job it does,
+because it keeps its logits in float32 itself: memory then grows with the length and not with its square.
+
+## Numerics
+equivalent: the same function. `benchmarks/attention_error.py` compares outputs and gradients with float64 at
+logits of standard deviation 1 to 1,024: on a CPU it is as near as sdpa's math backend.
+
+## Known limits
+Soft-caps, sinks and position biases take the written-out form, whose memory grows with the square of the
+length, as eager attention's does. Attention that does not go through `AttentionInterface`, or whose eager
+form computes something else (it is tried on a few tokens), is refused. On CUDA the fused half-precision kernels
+run: their outputs are within 1.3 times the math backend's error, their gradients are not (1.2 to 22 times, growing
+with the logits; stock sdpa has the same). `output_attentions=True` wants eager attention in transformers.
+
+## Sources
+huggingface/transformers#33317, huggingface/transformers#17433 (symptoms); MaxText's float32 query-key product.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfpatch.patching import edits, select
+from hfpatch.patching.language import Case, Needed, NotNeeded, Offered, Patch, Refused, Verdict
+
+if TYPE_CHECKING:
+    from hfpatch.patching.context import Context
+    from hfpatch.patching.trial import Trial
+
+NAME = "hfpatch_fp32_logits"
+
+FAILING = {"*q_proj.bias": 120.0, "*k_proj.bias": -120.0}
+"""Products of about -115,000, the same for each pair of tokens: beyond float16, and no matter to a softmax."""
+PADDED = {"*q_proj.bias": 6.0, "*k_proj.bias": -6.0}
+"""Logits of about -100: added to float16's lowest value they give -inf."""
+
+WHAT = "logits above 65,504 and padded rows become NaN"
+
+
+def condition(context: Context) -> Verdict:
+    """Needed for eager attention in float16; offered elsewhere."""
+    from hfpatch.model.attention import softcap
+    from hfpatch.numerics.attention import differs_from_eager
+
+    if not context.attentions or context.submodel is None:
+        return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
+    if context.attention.startswith("hfpatch_") and context.attention != NAME:
+        return Refused(f"another patch chose its attention ({context.attention}): revert that first")
+    cap = softcap(context.submodel.model.config)
+    for attention in {a.eager: a for a in context.attentions}.values():
+        difference = differs_from_eager(attention.eager, attention.module, cap)
+        if difference:
+            return Refused(f"{attention.path}: its eager attention {difference}, so it cannot be replaced")
+    eager = context.attention in ("eager", NAME)
+    if not eager:
+        return Offered(f"{context.attention} attention keeps its logits in float32 already", suggested=False)
+    if context.dtype == "float16":
+        what = f"padded rows become NaN, its soft-cap of {cap:g} notwithstanding" if cap else WHAT
+        return Needed(f"eager attention in float16: {what}")
+    if context.dtype == "bfloat16":
+        return Offered("eager attention in bfloat16 rounds each logit to 8 bits")
+    return Offered(f"eager attention in {context.dtype} is exact; autocast to float16 would not be", suggested=False)
+
+
+def symptom(trial: Trial) -> str | None:
+    """Non-finite logits at real tokens, or logits farther from float32 than bfloat16's."""
+    logits = trial.logits()
+    bad = int((~logits.isfinite()).sum())
+    if bad:
+        return f"{bad} of {logits.numel()} logits at real tokens are not finite"
+    error, bound = trial.error(logits), max(trial.error(trial.bfloat16), 0.01)
+    return f"relative error {error:.2g}, bfloat16 weights {bound:.2g}" if error > bound else None
+
+
+PATCH = Patch(
+    title="Attention logits in float32 for eager half-precision attention",
+    architectures=("*",),
+    condition=condition,
+    edits=(edits.choose_attention(select.submodel(), NAME, "compute attention logits in float32"),),
+    effect="equivalent",
+    symptom=symptom,
+    repros=(
+        Case("qwen2", dtype="float16", fill=FAILING),
+        Case("qwen2", dtype="float16", fill=PADDED, padded=5),
+        Case("qwen2", fill=FAILING, autocast="float16"),
+    ),
+    leaves_alone=(
+        Case("qwen2", dtype="bfloat16"),
+        Case("qwen2", dtype="float16", attention="sdpa"),
+        Case("llama"),
+    ),
+    tolerance=5e-3,
+    suggests="sdpa attention keeps logits in float32 as well, where the model takes it",
+)

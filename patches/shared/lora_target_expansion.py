@@ -1,0 +1,146 @@
+"""Gives a LoRA adapter the linear maps of its blocks that its target names miss.
+
+## What goes wrong
+Target names copied from a Llama script match only what happens to bear them: q and v alone, or on a model with
+fused maps (qkv_proj, gate_up_proj) little more than the output projections. PEFT says nothing, the run trains
+a part of what was meant, and the loss stays higher than it should.
+
+## What this changes
+Each active LoRA adapter of a PEFT model gains a layer on every linear map it misses in the blocks it lives in:
+the language model's where it adapts that, a tower's only where it adapts the tower, and only the blocks its
+config names by index. Routed experts, routers, heads, embeddings and projectors are left alone. Existing
+layers keep their weights and identity; `target_modules` of the config becomes the union, so that saving and
+loading work. New parameters are in `handle.new_parameters`, for the optimizer.
+
+## Numerics
+adds-parameters. A is drawn as PEFT draws it (from torch's global generator, as many draws as PEFT itself would
+take for these modules), B is 0: outputs in evaluation mode stay bit-identical until a step is taken.
+
+## Known limits
+Before injection expand the config with `hfpatch.lora_config(model, base=config)`; a plain model is refused here.
+Refused: a regular expression as target (nothing can be joined to it), an adapter that is merged, one whose
+initialisation changes the base (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA: loading would change it again), variants
+such as aLoRA or KaSA, and a model inside DDP, FSDP or DeepSpeed, which fix their parameters when they wrap.
+Reverting takes the new layers out, trained or not. DoRA in half precision recomputes norms in another dtype than
+its magnitudes, so there outputs move by a rounding, as with DoRA's own layers. Where PEFT reads a name as
+routed experts (gate_proj in Qwen-like mixtures of experts), maps of that name are left out; `lora_config`
+reaches them before injection.
+
+## Sources
+hiyouga/LlamaFactory#4020, huggingface/peft#1375, vllm-project/vllm#4915 (names that miss fused maps);
+huggingface/peft#2615, huggingface/peft#3129 (names that hit towers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hfpatch.patching import edits, select
+from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, Verdict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hfpatch.model.lora_expand import Gap
+    from hfpatch.patching.adapters import Expansions
+    from hfpatch.patching.context import Context, Target
+    from hfpatch.patching.trial import Trial
+
+
+def condition(context: Context) -> Verdict:
+    """Needed where an active adapter misses a linear map that PEFT could adapt and can name."""
+    from hfpatch.model.lora_expand import cannot_grow, tuners, unmanaged
+
+    found = tuners(context.survey)
+    if not found:
+        if unmanaged(context.survey):
+            return Refused(
+                "its LoRA layers were put in without a PEFT model around them (add_adapter, inject_adapter_in_model), "
+                "and only that can be expanded: expand the config first with hfpatch.lora_config(model, base=config)"
+            )
+        return Refused(
+            "there is no PEFT model with LoRA here to expand: a new adapter that misses nothing is "
+            "get_peft_model(model, hfpatch.lora_config(model))"
+        )
+    if reason := cannot_grow(context.survey):
+        return Refused(reason)
+    gaps = [gap for tuner in found.values() for gap in gaps_of(context, tuner)]
+    if problems := [gap.problem for gap in gaps if gap.problem]:
+        return Refused("; ".join(problems))
+    short = [gap for gap in gaps if gap.missing]
+    if not short:
+        return NotNeeded("; ".join(f"adapter {gap.adapter!r} has all it can: {gap.before}{gap.stays}" for gap in gaps))
+    return Needed(
+        "; ".join(
+            f"adapter {gap.adapter!r} covers {gap.before}; with {len(gap.missing)} more modules {gap.after}{gap.stays}"
+            for gap in short
+        )
+    )
+
+
+def gaps_of(context: Context, tuner: nn.Module) -> tuple[Gap, ...]:
+    """What each adapter in question of one PEFT model misses: the active ones, or those the option names."""
+    from hfpatch.model.lora_expand import gaps
+
+    return gaps(context.survey, tuner, context.options["adapters"])
+
+
+def symptom(trial: Trial) -> str | None:
+    """The adapter leaves out linear maps of the blocks."""
+    from hfpatch.model.lora_expand import gaps, tuners
+    from hfpatch.model.survey import Survey
+
+    survey = Survey(trial.model)
+    found = [gap for tuner in tuners(survey).values() for gap in gaps(survey, tuner, ())]
+    bad = [f"adapter {gap.adapter!r} misses {len(gap.missing)} linear maps" for gap in found if gap.missing]
+    return "; ".join(bad) or None
+
+
+def _tuners(context: Context) -> Iterable[Target]:
+    from hfpatch.model.lora_expand import tuners
+    from hfpatch.patching.context import Target
+
+    for path, tuner in tuners(context.survey).items():
+        if _short(context, tuner):
+            yield Target(path, tuner)
+
+
+def _slot(context: Context, target: Target) -> str:
+    return f"targets of {', '.join(gap.adapter for gap in _short(context, target.module))}"
+
+
+def _expansions(context: Context, target: Target) -> Expansions:
+    from hfpatch.patching.adapters import Expansion, Expansions
+
+    short = _short(context, target.module)
+    return Expansions(tuple(Expansion(gap.adapter, gap.missing, gap.names) for gap in short))
+
+
+def _short(context: Context, tuner: nn.Module) -> list[Gap]:
+    return [gap for gap in gaps_of(context, tuner) if gap.missing]
+
+
+PATCH = Patch(
+    title="A LoRA adapter reaches every linear map of its blocks",
+    architectures=("*",),
+    whole=True,
+    condition=condition,
+    edits=(
+        edits.add_targets(
+            select.Selection("PEFT models with an adapter that misses linear maps", _tuners),
+            _expansions,
+            _slot,
+            "add layers to the adapter",
+        ),
+    ),
+    effect="adds-parameters",
+    symptom=symptom,
+    repros=(
+        Case("llama", inside="lora-qv"),
+        Case("phi3", inside="lora-qv"),
+        Case("gpt2", inside="lora-qv"),
+    ),
+    leaves_alone=(Case("llama"), Case("llama", inside="lora-all")),
+    options={"adapters": ()},
+)
