@@ -356,6 +356,22 @@ def test_a_choice_of_somebody_else_is_not_overwritten(tiny: Any) -> None:
         fix.revert()
 
 
+def test_a_name_that_transformers_does_not_know(tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    model.config._attn_implementation = "flash_attention"
+    before = fingerprint(model)
+    with pytest.raises(RefusedError, match="'flash_attention', which transformers does not know"):
+        hfpatch.apply(model, only=FP32)
+    assert fingerprint(model) == before
+    hfpatch.apply(model, include="suggested", verbose=False)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+    hfpatch.revert(model)
+    assert fingerprint(model) == before
+
+
 def test_two_choices_are_a_conflict(tiny: Any) -> None:
     model = with_attention(tiny("llama"), "sdpa")
     with pytest.raises(ConflictError, match="attention"):
@@ -461,14 +477,28 @@ def test_cudnn_is_switched_off_for_the_call_only(tiny: Any, ids: torch.Tensor, m
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
     assert torch.backends.cuda.cudnn_sdp_enabled()
     model = with_attention(tiny("llama"), "sdpa")
-    wanted = model(input_ids=ids).logits
+    long = ids.repeat(1, 6)
+    mask = torch.ones_like(long)
+    mask[0, :5] = 0
+    failing, other = ({"input_ids": long[:, :n], "attention_mask": mask[:, :n]} for n in (64, 63))
+    wanted = model(**failing).logits
     model.set_attn_implementation("hfpatch_sdpa_without_cudnn")
-    assert torch.equal(model(input_ids=ids).logits, wanted)
+    assert torch.equal(model(**failing).logits, wanted)
     assert seen == [True] * 4 + [False] * 4
+    model.set_attn_implementation(NAME)
+    monkeypatch.setattr(attention, "SMALL", 0)
+    with torch.no_grad():
+        assert torch.allclose(model(**failing).logits[mask[:, :64].bool()], wanted[mask[:, :64].bool()], atol=1e-5)
+    assert seen[8:] == [False] * 4
+    del seen[8:]
+    model.set_attn_implementation("hfpatch_sdpa_without_cudnn")
+    model(**other)
+    model(input_ids=long[:, :64])  # causal, no mask
+    assert seen[8:] == [True] * 8
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    q, k, v = qkv(torch.float32, 1)
-    with pytest.raises(ValueError, match="softcap"):
-        sdpa_without_cudnn(stub(), q, k, v, None, softcap=30.0)
+    q, k, v = (t.repeat(1, 1, 4, 1) for t in qkv(torch.float32, 1))
+    with pytest.raises(RuntimeError, match=r"must match|expand"):
+        sdpa_without_cudnn(stub(), q, k, v, torch.ones(7, 7).bool())
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

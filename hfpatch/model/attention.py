@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from hfpatch.model.survey import Submodel, Survey
 
@@ -67,3 +68,8 @@ def softcap(config: Any) -> float | None:
 def implementation(submodel: Submodel) -> str:
     """Name of the attention implementation in use."""
     return str(submodel.model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]
+
+
+def exists(name: str) -> bool:
+    """Whether transformers has an attention implementation of that name, or may load it from the hub."""
+    return name == "eager" or "/" in name or name in AttentionInterface().valid_keys()

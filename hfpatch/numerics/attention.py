@@ -124,7 +124,7 @@ def _fused(
         mask = allowed | ~alive  # a row without keys is NaN in some kernels, and NaN times 0 stays
         if bias is not None:
             mask = bias.to(compute).masked_fill(~mask, -torch.inf)
-    out, _ = sdpa_attention_forward(
+    out, _ = sdpa_without_cudnn(
         module,
         query.to(compute),
         key.to(compute),
@@ -183,11 +183,14 @@ def sdpa_without_cudnn(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The sdpa attention of transformers on every backend but cuDNN's.
+    """The sdpa attention of transformers, on every backend but cuDNN's where that one's gradients fail.
 
-    The backend picked in the forward pass does the backward pass too, so the choice is needed for this call
-    only; torch's switch is put back before it returns.
+    They fail where a mask is given and the number of keys leaves 64 modulo 128, for rows whose logits lie below -88;
+    other lengths keep cuDNN, the fastest. The backend picked in the forward pass does the backward pass too, so the
+    choice is needed for this call only; torch's switch is put back before it returns.
     """
+    if attention_mask is None or key.shape[2] % 128 != 64:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
@@ -227,8 +230,8 @@ def differs_from_eager(eager: Callable[..., Any], module: nn.Module, cap: float 
 def cudnn_backward_fails(device: torch.device) -> bool:
     """Whether sdpa's default backend gives non-finite gradients on a CUDA device where the math is finite.
 
-    Runs the shape that is known to fail, once for each process and device: bfloat16, 128 tokens more than fit
-    tiles of 128 (192), a boolean causal mask, all logits near -120. Some 10 ms, 2 MB.
+    Runs the shape that is known to fail, once for each process and device: bfloat16, 192 tokens, a boolean causal
+    mask, all logits near -120. Some 10 ms, 2 MB.
     """
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, 2, 192, 128)

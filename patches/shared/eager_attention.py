@@ -39,11 +39,15 @@ if TYPE_CHECKING:
 
 def condition(context: Context) -> Verdict:
     """Suggested where the implementation in use drops something, or weights are wanted."""
+    from hfpatch.model.attention import exists
+
     if not context.attentions or context.submodel is None:
         return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
     now = context.attention
     if now == "eager":
         return NotNeeded("its attention is eager already")
+    if not exists(now):
+        return Offered(f"its attention is {now!r}, which transformers does not know: its forward fails")
     if now.startswith("hfpatch_"):
         return Refused(f"another patch chose its attention ({now}): revert that first")
     if context.dtype == "float16":

@@ -51,7 +51,7 @@ WHAT = "logits above 65,504 and padded rows become NaN"
 
 def condition(context: Context) -> Verdict:
     """Needed for eager attention in float16; offered elsewhere."""
-    from hfpatch.model.attention import softcap
+    from hfpatch.model.attention import exists, softcap
     from hfpatch.numerics.attention import differs_from_eager
 
     if not context.attentions or context.submodel is None:
@@ -63,6 +63,8 @@ def condition(context: Context) -> Verdict:
         difference = differs_from_eager(attention.eager, attention.module, cap)
         if difference:
             return Refused(f"{attention.path}: its eager attention {difference}, so it cannot be replaced")
+    if not exists(context.attention):
+        return Refused(f"its attention is {context.attention!r}, which transformers does not know")
     eager = context.attention in ("eager", NAME)
     if not eager:
         return Offered(f"{context.attention} attention keeps its logits in float32 already", suggested=False)
