@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hfpatch
+import hfpatch.patching.attention  # registers the implementations by name
 from hfpatch.errors import ConflictError, RefusedError, RevertError
 from hfpatch.model.attention import attentions
 from hfpatch.model.survey import Survey

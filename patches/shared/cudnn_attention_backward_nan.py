@@ -14,8 +14,8 @@ the backward pass too, so the choice outlives the call where it has to and nowhe
 without a mask, run as before.
 
 ## Numerics
-equivalent: the same function from another fused kernel. For the lengths concerned attention takes 2.2 to 2.5 times as long
-(`benchmarks/attention_speed.py --tokens 4160`, H100), for all others 1.00 times.
+equivalent: the same function from another fused kernel. For the lengths concerned attention takes 2.2 to 2.5
+times as long (`benchmarks/attention_speed.py --tokens 4160`, H100), for all others 1.00 times.
 
 ## Known limits
 Asked of models on a Hopper GPU with sdpa attention, after a probe that runs the failing shape once for each
