@@ -33,7 +33,6 @@ FRAMES = 4
 """Frames of features that one word takes; the encoder halves them."""
 
 MELS = 80
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class SpeechLLM(nn.Module):
@@ -114,9 +113,9 @@ def batch(ids: torch.Tensor, bos: int, size: int, seed: int) -> dict[str, torch.
 
 def with_lora(model: Any) -> Any:
     """LoRA on every projection of the language model; its weights are float32."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    model.llm = get_peft_model(model.llm, LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
+    model.llm = get_peft_model(model.llm, hfpatch.lora_config(model.llm, r=8, scale=2))
     return model
 
 

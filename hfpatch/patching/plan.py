@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hfpatch.model.survey import Submodel, Survey
 
 SUGGESTED = "suggested"
+ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ class Plan:
 
 
 def sheet(title: str, decisions: Iterable[Decision], notes: Sequence[str] = ()) -> Sheet:
-    """Decisions as a table: patch, decision, what changes where, effect."""
+    """Decisions as a table: patch, decision, what changes where, effect. What is done comes first."""
     rows: list[tuple[str, ...]] = []
-    for d in decisions:
+    for d in sorted(decisions, key=lambda d: (ORDER.index(d.decided), not d.suggested)):
         text = "\n".join(t for t in (d.what if d.decided in ("applied", "opt-in") else "", d.reason, d.hint) if t)
         where = f"{d.patch}\n  {d.submodel}" if d.submodel else d.patch
         rows.append((where, d.decided, d.effect or "-", text))

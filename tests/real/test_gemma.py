@@ -70,7 +70,8 @@ def test_verify_on_the_real_weights(attention: str, master: Any, gemma_tokens: d
     model = copy.deepcopy(master).half()
     model.set_attn_implementation(attention)
     fixed = fix(model)
-    assert {d.patch for d in fixed.plan.of("applied")} == {"fp16-residual-overflow"}
+    logits = {"fp32-attention-logits"} if attention == "eager" else set()
+    assert {d.patch for d in fixed.plan.of("applied")} == {"fp16-residual-overflow"} | logits
     tokens = gemma_tokens if attention == "sdpa" else {k: v[:, :48] for k, v in gemma_tokens.items()}
     proof = fixed.verify(tokens)
     print(f"\n{attention}\n{proof}")
