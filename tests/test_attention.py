@@ -514,6 +514,135 @@ def test_cudnn_is_left_alone_off_hopper(tiny: Any) -> None:
     )
 
 
+def _seq2seq(name: str) -> Any:
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+
+    if name != "encoder-decoder":
+        return _built(name)
+    bert = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+    }
+    decoder = BertConfig(**bert, is_decoder=True, add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**bert), decoder)
+    return EncoderDecoderModel(config=config)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "encoder-decoder"])
+def test_every_config_of_an_encoder_decoder_goes_back(name: str) -> None:
+    model = _seq2seq(name).half().eval()
+    model.set_attn_implementation("eager")
+    stranger = type(model.get_encoder())(model.get_encoder().config) if name == "t5" else None
+    before = fingerprint(model)
+    with hfpatch.apply(model, verbose=False) as fix:
+        assert FP32 in {d.patch for d in fix.plan.of("applied")}
+        assert {impl(m) for m in model.modules() if hasattr(m, "sinks") or hasattr(m, "is_causal")} <= {
+            NAME,
+            NAME + "_masked",
+            "eager",
+        }
+        if stranger is not None:
+            assert impl(stranger) == "eager"
+    assert fingerprint(model) == before
+
+
+class Unsaid(nn.Module):
+    """An attention module that does not say whether it is causal."""
+
+    num_key_value_groups = 1
+    training = False
+
+
+def test_no_mask_means_everything_to_a_module_that_does_not_say() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    wanted = eager_attention_forward(Unsaid(), q, k, v, None, 0.3)[0]
+    for more in ({}, {"output_attentions": True}):
+        assert torch.allclose(fp32_logits_attention(Unsaid(), q, k, v, None, scaling=0.3, **more)[0], wanted, atol=1e-6)
+
+
+def test_masks_are_made_where_one_left_out_would_mean_something_else(tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        del layer.self_attn.is_causal
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        hfpatch.apply(model, only=FP32, verbose=False)
+        assert impl(model) == NAME + "_masked"
+        assert torch.allclose(model(input_ids=ids).logits, wanted, atol=1e-5)
+
+
+def test_a_prefix_that_looks_both_ways_stays_so() -> None:
+    """PaliGemma makes a mask of "everything", which sdpa's masks leave out and a causal module takes for causal."""
+    model: Any = tiny_model("paligemma")
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    for kinds in (None, torch.zeros_like(ids)):
+        words = {"input_ids": ids} | ({} if kinds is None else {"token_type_ids": kinds})
+        with torch.no_grad():
+            wanted = model(**words).logits
+            with hfpatch.apply(model, only=FP32, verbose=False):
+                assert torch.allclose(model(**words).logits, wanted, atol=1e-5)
+
+
+def test_layers_that_carry_padding_on_are_not_patched_unasked() -> None:
+    model = tiny_model("recurrent_gemma").half()
+    found = {d.patch: d for d in hfpatch.plan(model).decisions}
+    assert (found[FP32].decided, found[FP32].suggested) == ("opt-in", True)
+    assert "layers without attention" in found[FP32].reason
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_weights_that_the_config_asks_for_are_returned(name: str) -> None:
+    model: Any = tiny_model(name, max_position_embeddings=512).half()
+    ids = torch.randint(3, 60, (1, 300), generator=torch.Generator().manual_seed(0))
+    model.config.output_attentions = True
+    wanted = model(ids).attentions
+    hfpatch.apply(model, verbose=False)
+    assert impl(model).startswith(NAME)
+    found = model(ids).attentions
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(mine.float(), theirs.float(), atol=2e-3)
+
+
+def test_a_choice_lost_since_is_said_and_can_be_made_again(tiny: Any) -> None:
+    model = tiny("llama").half()
+    hfpatch.apply(model, verbose=False)
+    model.set_attn_implementation("eager")
+    found = {d.patch: d for d in hfpatch.plan(model).decisions}
+    assert found[FP32].decided == "refused"
+    assert (
+        "attention of 'the model' is eager since: call hfpatch.revert(model, only='fp32-attention-logits')"
+        in found[FP32].reason
+    )
+    hfpatch.revert(model, only=FP32)
+    hfpatch.apply(model, verbose=False)
+    assert impl(model) == NAME
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "diffllama"])
+def test_a_plan_draws_no_random_numbers(name: str) -> None:
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    model = AutoModel.from_config(CONFIG_MAPPING[name](**small))
+    state = torch.get_rng_state()
+    hfpatch.plan(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_code_compiled_beside_the_model_is_warned_of(ids: torch.Tensor, tiny: Any) -> None:
+    model = tiny("llama").half()
+    compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=ids)
+    found = {d.patch: d for d in hfpatch.plan(model).decisions}
+    assert "this process has compiled code for" in found[FP32].reason
+    torch._dynamo.reset()
+    assert "compiled code" not in {d.patch: d for d in hfpatch.plan(model).decisions}[FP32].reason
+
+
 def test_the_figures_that_explain_quotes_are_those_of_the_results() -> None:
     results = json.loads((Path(__file__).parent.parent / "benchmarks/results/attention_error-cpu.json").read_text())
     assert results["worst / math"] <= results["target"]

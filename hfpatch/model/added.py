@@ -147,7 +147,7 @@ def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: boo
         try:
             if shallow:
                 cut_layers(config)
-            with torch.device("meta"):
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
                 built = cls(config)
         except (*REJECTIONS, NotImplementedError):
             continue

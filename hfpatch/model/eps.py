@@ -147,7 +147,7 @@ class Rebuilt:
                 cut_layers(config)
             for marker, (owner, key, _) in self._marked.items():
                 setattr(_part(config, owner), key, marker)
-            with torch.device("meta"):
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
                 model = self._cls(config)
         except REJECTIONS:
             return None

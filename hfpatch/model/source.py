@@ -105,7 +105,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     cls: Any = None
     try:
         cls = model_class(config)
-        with torch.device("meta"):
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
             model: PreTrainedModel = cls._from_config(config, dtype=dtype)
     except InputError:
         raise

@@ -18,8 +18,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-fp32_logits_mask = sdpa_mask
-"""Boolean, True where a query may look; None where `is_causal` says it all, so nothing grows with tokens squared."""
+
+def fp32_logits_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Boolean, True where a query may look; None for a plain causal mask, so that nothing grows with tokens squared.
+
+    None is never "everything", as it may be in sdpa's masks, where a causal module then takes it for causal.
+    """
+    return sdpa_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
+
+
+def full_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Boolean, True where a query may look, always made, as eager attention's masks are."""
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, **{**kwargs, **skips})
 
 
 SMALL = 256
@@ -53,7 +64,7 @@ def fp32_logits_attention(
         value: `[batch, kv heads, kv tokens, value width]`.
         scaling: Factor of the logits; None for 1 / sqrt(width).
         dropout: Share of weights dropped in training.
-        is_causal: Overrides the module's own, where no mask is given.
+        is_causal: Overrides the module's own, where no mask is given; a module without one is not causal.
         attention_mask: Boolean, True to look; or added to the logits, where half of the dtype's lowest
             value and less means "not at all"; `[batch, 1 or heads, tokens, kv tokens]`, or None.
         softcap: `cap * tanh(logits / cap)`.
@@ -71,8 +82,9 @@ def fp32_logits_attention(
         or sinks is not None
         or position_bias is not None
         or kwargs.get("output_attentions")
+        or getattr(getattr(module, "config", None), "output_attentions", False)
     )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     allowed, bias = split_mask(attention_mask)
     with torch.autocast(query.device.type, enabled=False):
         if not written_out:
@@ -215,10 +227,12 @@ def differs_from_eager(eager: Callable[..., Any], module: nn.Module, cap: float 
     q, k, v = draw(1, heads, tokens, width), draw(1, 2, tokens, width), draw(1, 2, tokens, width)
     extras: dict[str, Any] = {} if cap is None else {"softcap": cap}
     mask = torch.zeros(1, 1, tokens, tokens).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
-    for given, what in ((mask, "with a mask"), (torch.zeros_like(mask), "without a mask")):
+    for given, what in ((mask, "with a mask"), (torch.zeros_like(mask), "with an open mask"), (None, "without a mask")):
         try:
             theirs = eager(stub, q, k, v, given, scaling=0.5, dropout=0.0, **extras)[0]
         except (AttributeError, TypeError, RuntimeError, ValueError, KeyError) as error:
+            if given is None:  # it is never run without
+                continue
             return f"does not run on its own ({type(error).__name__}: {error})"
         ours = fp32_logits_attention(cast("nn.Module", stub), q, k, v, given, scaling=0.5, **extras)[0]
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5):

@@ -18,26 +18,30 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-from hfpatch.numerics.attention import fp32_logits_attention, fp32_logits_mask, sdpa_without_cudnn
+from hfpatch.numerics.attention import fp32_logits_attention, fp32_logits_mask, full_mask, sdpa_without_cudnn
 from hfpatch.patching.kind import Kind, Record
 
 FP32_LOGITS = "hfpatch_fp32_logits"
+FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
+"""For submodels with modules that are not causal, or do not say: every mask is made, none is left to be understood."""
 WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
 
 # When this module is imported and not when a patch is applied: a model that was pickled with its choice
 # names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
 AttentionInterface.register(FP32_LOGITS, fp32_logits_attention)
 AttentionMaskInterface.register(FP32_LOGITS, fp32_logits_mask)
+AttentionInterface.register(FP32_LOGITS_MASKED, fp32_logits_attention)
+AttentionMaskInterface.register(FP32_LOGITS_MASKED, full_mask)
 AttentionInterface.register(WITHOUT_CUDNN, sdpa_without_cudnn)
 AttentionMaskInterface.register(WITHOUT_CUDNN, sdpa_mask)
 
 
 @dataclass(frozen=True, eq=False)
 class Configs:
-    """The configs that were copied, and their copies, pairwise; and the implementation before."""
+    """The configs that were copied, their copies, and the implementation each had."""
 
     pairs: tuple[tuple[PreTrainedConfig, PreTrainedConfig], ...]
-    implementation: str
+    implementations: tuple[str, ...]
 
 
 class AttentionChoice(Kind):
@@ -49,20 +53,23 @@ class AttentionChoice(Kind):
         return module.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Configs:
-        config: Any = module.config
-        mine = {id(c) for c in _tree(config)}
-        held = {id(c): c for c in _held(root)}
-        shared = [c for c in held.values() if not mine.isdisjoint(id(t) for t in _tree(c)) or id(c) in mine]
+        # a model may hold several configs that are not one tree (T5's encoder and decoder have copies)
+        mine = {id(c) for held in _held(module) for c in _tree(held)}
+        shared = [c for c in _held(root) if not mine.isdisjoint(id(t) for t in _tree(c))]
         memo: dict[int, Any] = {}
-        for each in [config, *shared]:
+        for each in shared:
             copy.deepcopy(each, memo)
-        olds = {id(t): t for each in [config, *shared] for t in _tree(each)}
-        return Configs(tuple((old, memo[key]) for key, old in olds.items()), config._attn_implementation)
+        olds = {id(t): t for each in shared for t in _tree(each)}
+        pairs = tuple((old, memo[key]) for key, old in olds.items())
+        return Configs(pairs, tuple(old._attn_implementation for old, _ in pairs))
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _point(root, {id(old): new for old, new in record.before.pairs})
-        # the setter also goes through submodels of other configs, and leaves those as they are
         module.set_attn_implementation({"": record.after})  # pyright: ignore[reportCallIssue]
+        mine = self._architecture(module)
+        for (_, new), was in zip(record.before.pairs, record.before.implementations, strict=True):
+            if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
+                new._attn_implementation_internal = was
         if self.now(module, record.slot) != record.after:
             raise ValueError(
                 f"{type(module).__name__} does not take attention {record.after!r}: it is not computed through "
@@ -74,11 +81,16 @@ class AttentionChoice(Kind):
         if all(_same(old, new) for old, new in before.pairs):
             _point(root, {id(new): old for old, new in before.pairs})
         else:  # somebody has set other values meanwhile (use_cache, say): those stay
-            module.set_attn_implementation({"": before.implementation})  # pyright: ignore[reportCallIssue]
+            for (_, new), was in zip(before.pairs, before.implementations, strict=True):
+                if new.model_type == self._architecture(module):
+                    new._attn_implementation_internal = was
 
     def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
         now = self.now(module, record.slot)
         return None if now == record.after else str(now)
+
+    def _architecture(self, module: nn.Module) -> str:
+        return module.config.model_type  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def _held(root: nn.Module) -> Iterable[PreTrainedConfig]:

@@ -124,9 +124,17 @@ def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], A
     return Template(where, "tensor", value, lambda _c, _t: f"tensor {name}", text)
 
 
-def choose_attention(where: Selection, name: str, text: str) -> Template:
-    """Let each submodel compute attention by another entry of transformers' `AttentionInterface`."""
-    return Template(where, "attention", lambda _c, _t: name, lambda _c, _t: "attention", text)
+def choose_attention(where: Selection, name: str | Callable[[Context, Target], str], text: str) -> Template:
+    """Let each submodel compute attention by another entry of transformers' `AttentionInterface`.
+
+    Args:
+        where: The submodels.
+        name: The entry, or a function that picks it.
+        text: Says it in a few words.
+    """
+    return Template(
+        where, "attention", name if callable(name) else lambda _c, _t: name, lambda _c, _t: "attention", text
+    )
 
 
 def add_targets(

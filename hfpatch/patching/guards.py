@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -21,19 +22,41 @@ def compiled_already(survey: Survey) -> str | None:
     """
     if not survey.compiled:
         return None
+    cls = _code_made({type(m) for path in survey.compiled for _, m in survey.below(path)})
+    if cls is None:
+        return None
+    return (
+        f"{survey.compiled[0] or 'the model'!r} is compiled and was called: torch.compile would go on running the code "
+        f"it made without the hooks (found for {cls.__name__}.forward); call torch._dynamo.reset() first"
+    )
+
+
+def compiled_elsewhere(survey: Survey) -> str | None:
+    """A warning where torch.compile holds code for a class of this model, though the model itself is not compiled."""
+    if survey.compiled or "torch._dynamo" not in sys.modules:
+        return None
+    cls = _code_made({type(m) for m in survey.modules.values()}, certain=True)
+    if cls is None:
+        return None
+    return (
+        f"warning: this process has compiled code for {cls.__name__}.forward; if it was made of this model "
+        "(torch.compile(model) keeps a wrapper that is not part of it), call torch._dynamo.reset() first"
+    )
+
+
+def _code_made(classes: set[type], *, certain: bool = False) -> type | None:
+    """A class for whose forward dynamo holds code; where that cannot be asked, the first unless it must be certain."""
     from torch._dynamo import eval_frame
 
     entries: Any = getattr(eval_frame, "_debug_get_cache_entry_list", None)
-    for cls in {type(m) for path in survey.compiled for _, m in survey.below(path)}:
-        function: Any = cls.forward
+    if entries is None and certain:
+        return None
+    for cls in classes:
+        function: Any = getattr(cls, "forward", None)
         while function is not None:
             code = getattr(function, "__code__", None)
             if code is not None and (entries is None or entries(code)):
-                where = survey.compiled[0] or "the model"
-                return (
-                    f"{where!r} is compiled and was called: torch.compile would go on running the code it made "
-                    f"without the hooks (found for {cls.__name__}.forward); call torch._dynamo.reset() first"
-                )
+                return cls
             function = getattr(function, "__wrapped__", None)
     return None
 

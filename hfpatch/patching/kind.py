@@ -53,6 +53,9 @@ class Kind:
     unseen: ClassVar[str] = ""
     """Why code that torch.compile has made already would not notice the edit; empty where it does."""
 
+    trains: ClassVar[bool] = False
+    """Whether training changes what the edit has set, which is no undoing of it."""
+
     def now(self, module: nn.Module, slot: str) -> Any:
         """What is there now, for a plan's table; `ABSENT` for nothing."""
         return ABSENT

@@ -74,6 +74,8 @@ class TensorInPlace(Kind):
     `record.after` is a function of the old values, `record.before` the old values.
     """
 
+    trains = True
+
     def now(self, module: nn.Module, slot: str) -> Any:
         tensor = _tensor(module, slot)
         return ABSENT if tensor.is_meta else f"std {float(tensor.detach().float().std(correction=0)):.3g}"

@@ -227,7 +227,7 @@ def _decide(
 
 
 def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]:
-    from hfpatch.patching.guards import compiled_already, drift_verdict
+    from hfpatch.patching.guards import compiled_already, compiled_elsewhere, drift_verdict
 
     patch, path = entry.patch, context.submodel.path if context.submodel else None
     verdict = patch.condition(context)
@@ -249,6 +249,18 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
         for edit in resolved:
             there = next((r for r in records_of(edit.module) if r.slot == edit.slot), None)
             if there is not None and there.after == edit.after:
+                kind = kind_of(there.kind)
+                now = None if kind.trains else kind.changed(context.survey.root, edit.module, there)
+                if now is not None:
+                    return [
+                        Decision(
+                            entry.id,
+                            path,
+                            "refused",
+                            f"applied before, but {edit.slot} of {edit.path or 'the model'!r} is {now} since: call "
+                            f"hfpatch.revert(model, only={entry.id!r}) first",
+                        )
+                    ]
                 done += 1
                 continue
             grouped.setdefault(_effect(entry, context, edit), []).append(edit)
@@ -260,7 +272,8 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     drift = None if trusted else drift_verdict(entry, context)
     if isinstance(drift, Refused):
         return [Decision(entry.id, path, "refused", drift.reason)]
-    reason = verdict.reason if drift is None else f"{verdict.reason}; {drift.reason}"
+    warnings = (drift and drift.reason, compiled_elsewhere(context.survey) if unseen else None)
+    reason = "; ".join((verdict.reason, *filter(None, warnings)))
     offered = verdict if isinstance(verdict, Offered) else None
     return [
         Decision(

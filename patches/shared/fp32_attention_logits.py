@@ -22,7 +22,9 @@ Soft-caps, sinks and position biases take the written-out form, whose memory gro
 length, as eager attention's does. Attention that does not go through `AttentionInterface`, or whose eager
 form computes something else (it is tried on a few tokens), is refused. On CUDA the fused half-precision kernels
 run: their outputs are within 1.3 times the math backend's error, their gradients are not (1.2 to 22 times, growing
-with the logits; stock sdpa has the same). `output_attentions=True` wants eager attention in transformers.
+with the logits; stock sdpa has the same). Models whose layers do not pass `output_attentions` on (GPT-2, OPT)
+return no weights for more than 256 tokens or on CUDA; set `config.output_attentions` before the patch. A mask of
+integers means "may look" here. Offered only where layers without attention (recurrent ones) carry padded rows on.
 
 ## Sources
 huggingface/transformers#33317, huggingface/transformers#17433 (symptoms); MaxText's float32 query-key product.
@@ -36,10 +38,10 @@ from hfpatch.patching import edits, select
 from hfpatch.patching.language import Case, Needed, NotNeeded, Offered, Patch, Refused, Verdict
 
 if TYPE_CHECKING:
-    from hfpatch.patching.context import Context
+    from hfpatch.patching.context import Context, Target
     from hfpatch.patching.trial import Trial
 
-NAME = "hfpatch_fp32_logits"
+NAMES = ("hfpatch_fp32_logits", "hfpatch_fp32_logits_masked")
 
 FAILING = {"*q_proj.bias": 120.0, "*k_proj.bias": -120.0}
 """Products of about -115,000, the same for each pair of tokens: beyond float16, and no matter to a softmax."""
@@ -56,7 +58,7 @@ def condition(context: Context) -> Verdict:
 
     if not context.attentions or context.submodel is None:
         return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
-    if context.attention.startswith("hfpatch_") and context.attention != NAME:
+    if context.attention.startswith("hfpatch_") and context.attention not in NAMES:
         return Refused(f"another patch chose its attention ({context.attention}): revert that first")
     cap = softcap(context.submodel.model.config)
     for attention in {a.eager: a for a in context.attentions}.values():
@@ -65,15 +67,33 @@ def condition(context: Context) -> Verdict:
             return Refused(f"{attention.path}: its eager attention {difference}, so it cannot be replaced")
     if not exists(context.attention):
         return Refused(f"its attention is {context.attention!r}, which transformers does not know")
-    eager = context.attention in ("eager", NAME)
+    eager = context.attention in ("eager", *NAMES)
     if not eager:
         return Offered(f"{context.attention} attention keeps its logits in float32 already", suggested=False)
+    if context.dtype == "float16" and hybrid(context):
+        return Offered(
+            "eager attention in float16 makes NaN of large logits and padded rows; but layers without attention carry "
+            "padded rows on to real tokens, and those become 0 here"
+        )
     if context.dtype == "float16":
         what = f"padded rows become NaN, its soft-cap of {cap:g} notwithstanding" if cap else WHAT
         return Needed(f"eager attention in float16: {what}")
     if context.dtype == "bfloat16":
         return Offered("eager attention in bfloat16 rounds each logit to 8 bits")
     return Offered(f"eager attention in {context.dtype} is exact; autocast to float16 would not be", suggested=False)
+
+
+def hybrid(context: Context) -> bool:
+    """Whether some decoder layers have no attention: recurrent ones, which carry what padded rows hold to others."""
+    if context.stack is None:
+        return False
+    holders = [a.path for a in context.attentions]
+    return not all(any(p.startswith(f"{path}.") for p in holders) for path, _ in context.stack.layers)
+
+
+def implementation(context: Context, _target: Target) -> str:
+    """Causal masks need not be made where every module says that it is causal; elsewhere they are, as for eager."""
+    return NAMES[0] if all(getattr(a.module, "is_causal", False) for a in context.attentions) else NAMES[1]
 
 
 def symptom(trial: Trial) -> str | None:
@@ -90,7 +110,7 @@ PATCH = Patch(
     title="Attention logits in float32 for eager half-precision attention",
     architectures=("*",),
     condition=condition,
-    edits=(edits.choose_attention(select.submodel(), NAME, "compute attention logits in float32"),),
+    edits=(edits.choose_attention(select.submodel(), implementation, "compute attention logits in float32"),),
     effect="equivalent",
     symptom=symptom,
     repros=(
