@@ -139,7 +139,7 @@ def test_soft_additive_masks_and_position_biases_are_added() -> None:
 
 
 RUN = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "gpt_oss", "mixtral",
-       "qwen3_moe", "olmo2", "cohere2", "granite", "granite_swa"]  # fmt: skip
+       "qwen3_moe", "olmo2", "cohere2", "granite", "granite_swa", "deepseek_v4", "minimax_m3_vl_text"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -567,6 +567,7 @@ def test_masks_are_made_where_one_left_out_would_mean_something_else(tiny: Any, 
     model = tiny("llama")
     for layer in model.model.layers:
         del layer.self_attn.is_causal
+    model.eval()
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
         hfpatch.apply(model, only=FP32, verbose=False)

@@ -27,12 +27,6 @@ def fp32_logits_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return sdpa_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
 
 
-def full_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Boolean, True where a query may look, always made, as eager attention's masks are."""
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(*args, **{**kwargs, **skips})
-
-
 SMALL = 256
 """Up to this many tokens squared the CPU takes the written-out form, which costs little there: where a softmax has
 all its weight on one key, its gradients are 10 times nearer to float64 (and as good as 0 either way)."""
@@ -94,6 +88,18 @@ def fp32_logits_attention(
         if position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
         return _written_out(module, query, key, value, allowed, bias, scaling, dropout, softcap, sinks)
+
+
+def fp32_logits_attention_masked(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `fp32_logits_attention`, with eager attention's masks: they say it all, and none means everything."""
+    return fp32_logits_attention(module, query, key, value, attention_mask, **{**kwargs, "is_causal": False})
 
 
 def split_mask(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -16,22 +16,27 @@ from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-from hfpatch.numerics.attention import fp32_logits_attention, fp32_logits_mask, full_mask, sdpa_without_cudnn
+from hfpatch.numerics.attention import (
+    fp32_logits_attention,
+    fp32_logits_attention_masked,
+    fp32_logits_mask,
+    sdpa_without_cudnn,
+)
 from hfpatch.patching.kind import Kind, Record
 
 FP32_LOGITS = "hfpatch_fp32_logits"
 FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
-"""For submodels with modules that are not causal, or do not say: every mask is made, none is left to be understood."""
+"""With eager attention's masks: for submodels that are not all causal, or whose code wants masks to add."""
 WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
 
 # When this module is imported and not when a patch is applied: a model that was pickled with its choice
 # names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
 AttentionInterface.register(FP32_LOGITS, fp32_logits_attention)
 AttentionMaskInterface.register(FP32_LOGITS, fp32_logits_mask)
-AttentionInterface.register(FP32_LOGITS_MASKED, fp32_logits_attention)
-AttentionMaskInterface.register(FP32_LOGITS_MASKED, full_mask)
+AttentionInterface.register(FP32_LOGITS_MASKED, fp32_logits_attention_masked)
+AttentionMaskInterface.register(FP32_LOGITS_MASKED, eager_mask)
 AttentionInterface.register(WITHOUT_CUDNN, sdpa_without_cudnn)
 AttentionMaskInterface.register(WITHOUT_CUDNN, sdpa_mask)
 

@@ -92,8 +92,10 @@ def hybrid(context: Context) -> bool:
 
 
 def implementation(context: Context, _target: Target) -> str:
-    """Causal masks need not be made where every module says that it is causal; elsewhere they are, as for eager."""
-    return NAMES[0] if all(getattr(a.module, "is_causal", False) for a in context.attentions) else NAMES[1]
+    """Without masks that need not be made, where every module is causal and its model takes sdpa's masks."""
+    causal = all(getattr(a.module, "is_causal", False) for a in context.attentions)
+    takes = context.submodel is not None and getattr(type(context.submodel.model), "_supports_sdpa", False)
+    return NAMES[0] if causal and takes else NAMES[1]
 
 
 def symptom(trial: Trial) -> str | None:
