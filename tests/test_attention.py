@@ -170,7 +170,7 @@ def test_models_that_work_on_their_masks_get_masks_to_work_on(name: str, ids: to
     with torch.no_grad():
         wanted = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
         hfpatch.apply(model, only=FP32, verbose=False)
-        assert impl(model) == NAME + "_masked"
+        assert impl(model) == (NAME + "_masked" if name == "deepseek_v4" else NAME)
         assert torch.allclose(model(input_ids=ids, attention_mask=mask).logits[mask.bool()], wanted, atol=1e-5)
 
 
