@@ -12,12 +12,16 @@ from torch import nn
 from transformers import (
     CLIPConfig,
     CLIPModel,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     SiglipVisionConfig,
     SiglipVisionModel,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -152,6 +156,21 @@ def test_two_language_models_must_be_named(tiny: Any) -> None:
     assert hfpatch.embed_tokens(both, submodel="gpt2") is both["b"].transformer.wte
     with pytest.raises(RefusedError, match="several token embeddings"):
         hfpatch.apply(both, only="embed-token-resolver")
+
+
+@pytest.mark.parametrize(
+    ("config", "cls"),
+    [(SmolVLMConfig, SmolVLMForConditionalGeneration), (Idefics3Config, Idefics3ForConditionalGeneration)],
+)
+def test_a_tower_that_embeds_positions_reads_no_tokens(config: Any, cls: Any) -> None:
+    """Its `get_input_embeddings` gives a module with patches and positions, and its main input is input_ids."""
+    model = cls(config(text_config=TEXT, vision_config={**VISION, "patch_size": 4}, image_token_id=5, scale_factor=2))
+    assert hfpatch.embed_tokens(model) is model.model.text_model.embed_tokens
+    with pytest.raises(NoEmbeddingError, match="no token embedding here"):
+        hfpatch.embed_tokens(model.model.vision_model)
+    paths = hfpatch.lora_targets(model).modules
+    assert len(paths) == 7
+    assert all(path.startswith("model.text_model.layers.") for path in paths)
 
 
 def test_no_token_embedding() -> None:

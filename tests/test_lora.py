@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -61,14 +62,6 @@ MEANT: dict[str, tuple[str, tuple[str, ...]]] = {
 """For each family its list of blocks, and the linear maps of a block that are meant, written down by hand."""
 
 
-def build(name: str) -> PreTrainedModel:
-    if name == "falcon":
-        return FalconForCausalLM(
-            FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
-        ).eval()
-    return tiny_model(name)
-
-
 def meant(name: str, layers: int = 4) -> set[str]:
     blocks, maps = MEANT[name]
     return {f"{blocks}.{i}.{leaf}" for i in range(layers) for leaf in maps}
@@ -98,7 +91,7 @@ def expected(targets: Any) -> set[str]:
 @pytest.mark.parametrize("name", MEANT)
 def test_exactly_the_linear_maps_of_the_blocks(name: str) -> None:
     """Named once, injected by PEFT, listed: as sets of paths, nothing is missing and nothing is extra."""
-    model = build(name)
+    model = tiny_model(name)
     targets = lora_targets(model)
     assert set(targets.modules) == meant(name)
     peft_model = injected(model, **targets.kwargs())
@@ -382,7 +375,19 @@ def test_alpha_is_chosen_as_a_scale(
     [
         ({"target_modules": ["q_proj"]}, r"target_modules= is chosen from the model here; .* base=LoraConfig"),
         ({"dropout": 0.1}, "dropout=: this PEFT's LoraConfig has no such field"),
-        ({"r": 0}, "r=0: want at least 1"),
+        ({"r": "16"}, "r='16': want a whole number"),
+        ({"r": 1.5}, "r=1.5: want a whole number"),
+        ({"r": True}, "r=True: want a whole number"),
+        ({"scale": "1"}, "scale='1': want a positive number"),
+        ({"lora_alpha": None}, "lora_alpha=None: want a number"),
+        ({"layers_pattern": "layers"}, "LoraConfig refuses this: When `layers_pattern`"),
+        ({"task_type": "X"}, "LoraConfig refuses this: Invalid task type: 'X'"),
+        ({"layers_to_transform": "0"}, "layers_to_transform='0': want the index of a layer"),
+        ({"layers_to_transform": [9]}, r"layers_to_transform=\[9\]: PEFT would adapt none of the 28"),
+        ({"base": {"r": 8}}, r"base=\{'r': 8\}: want a peft.LoraConfig"),
+        ({"base": LoraConfig(target_modules=["q_proj"]), "experts": True}, "experts=True does not go with base="),
+        ({"base": LoraConfig(target_modules=["q_proj"]), "scope": "vision"}, "scope='vision' does not go with base="),
+        ({"r": 0}, "r=0: want a whole number of at least 1"),
         ({"scale": -1.0}, "scale=-1.0: want a positive number"),
         ({"scale": 1, "lora_alpha": 3}, "say the same thing twice"),
         ({"r": 4, "base": LoraConfig(target_modules=["q_proj"])}, "base= is expanded as it is"),
@@ -401,6 +406,68 @@ def test_dropout_does_not_go_with_parameters() -> None:
     with pytest.raises(InputError, match=r"lora_dropout=0.1 does not go with target_parameters="):
         lora_config(tiny_model("mixtral"), experts=True, lora_dropout=0.1, verbose=False)
     assert lora_config(tiny_model("mixtral"), lora_dropout=0.1, verbose=False).lora_dropout == 0.1
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
+def test_inits_from_a_weight_do_not_go_with_experts(init: str) -> None:
+    with pytest.raises(InputError, match=f"init_lora_weights='{init}' reads the weight of a linear map"):
+        lora_config(tiny_model("mixtral"), experts=True, init_lora_weights=init, verbose=False)
+    assert lora_config(tiny_model("mixtral"), init_lora_weights=init, verbose=False).init_lora_weights == init
+
+
+def test_layers_do_not_go_with_parameters() -> None:
+    with pytest.raises(InputError, match=r"layers_to_transform=\[0\] does not go with target_parameters"):
+        lora_config(tiny_model("mixtral"), experts=True, layers_to_transform=[0], verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"layers_to_transform": [0]}, "LoRA on 7 matrices of LlamaForCausalLM: 25.0% of block weights, 1 of 4 layers"),
+        ({"modules_to_save": ["self_attn"]}, "LoRA on 12 matrices of LlamaForCausalLM"),
+    ],
+)
+def test_what_is_said_is_what_the_final_config_reaches(
+    words: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("llama")
+    config = lora_config(model, **words)
+    assert said in capsys.readouterr().err
+    reached = {p for p in adapted(get_peft_model(model, config)) if p in meant("llama")}
+    assert f"LoRA on {len(reached)} matrices" in said
+
+
+def test_layers_by_index_where_the_targets_are_an_expression() -> None:
+    model = tiny_model("gemma3")
+    config = lora_config(model, layers_to_transform=[0, 2], verbose=False)
+    want = {p for p in lora_targets(model).modules if p.split(".")[3] in {"0", "2"}}
+    assert len(want) == 14
+    assert adapted(get_peft_model(copy.deepcopy(model), config)) == want
+
+
+@pytest.mark.parametrize(
+    ("cls", "task", "head"),
+    [
+        (LlamaForSequenceClassification, "SEQ_CLS", "score"),
+        (LlamaForTokenClassification, "TOKEN_CLS", "score"),
+        (LlamaForQuestionAnswering, "QUESTION_ANS", "qa_outputs"),
+    ],
+)
+def test_the_head_of_a_classifier_trains(cls: Any, task: str, head: str) -> None:
+    model = cls(tiny_model("llama").config)
+    config = lora_config(model, verbose=False)
+    assert config.task_type == task
+    trains = {n for n, p in get_peft_model(model, config).named_parameters() if p.requires_grad and "lora_" not in n}
+    assert any(head in name and name.endswith("weight") for name in trains)
+
+
+def test_heads_are_no_projector() -> None:
+    paths = lora_targets(tiny_model("janus"), "projector").modules
+    assert {p.split(".")[1] for p in paths} == {"aligner", "generation_aligner"}
+
+
+def test_falcon_has_a_tiny_model() -> None:
+    assert set(lora_targets(tiny_model("falcon")).modules) == meant("falcon")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "qwen3_moe", "phi3"])
@@ -428,6 +495,10 @@ FULL = meant("llama")
             {"target_modules": ["q_proj"], "layers_to_transform": [1, 2]},
             {p for p in FULL if p.split(".")[2] in {"1", "2"}},
         ),
+        (
+            {"target_modules": r"model\.layers\.[01]\.self_attn\.q_proj"},
+            {p for p in FULL if p.split(".")[2] in {"0", "1"}},
+        ),
         ({"target_modules": ["model.layers.3.self_attn.q_proj"]}, {p for p in FULL if p.split(".")[2] == "3"}),
         (
             {"target_modules": ["q_proj"], "exclude_modules": ["down_proj"], "modules_to_save": ["up_proj"]},
@@ -443,6 +514,34 @@ def test_a_config_of_ones_own_is_expanded_before_injection(base: dict[str, Any],
     assert mine == before
     assert (config.r, config.lora_alpha) == (3, 5)
     assert adapted(get_peft_model(copy.deepcopy(model), config)) == want
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "words", [{"target_modules": [], "target_parameters": EXPERTS}, {"target_parameters": EXPERTS}]
+)
+def test_a_config_of_the_experts_alone_is_expanded_in_their_blocks(
+    words: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("qwen3_moe")
+    config = lora_config(model, base=LoraConfig(r=2, **words))
+    stacks = {n for n, p in model.named_parameters() if p.dim() == 3}
+    assert adapted(get_peft_model(copy.deepcopy(model), config)) == meant("qwen3_moe") | stacks
+    assert "with 16 more modules: 99" in capsys.readouterr().err  # all but the routers
+
+
+def test_an_expression_for_one_kind_of_layer_does_not_pick_layers() -> None:
+    """Every second layer has no such map: that is the model's doing, not the expression's."""
+    model: Any = tiny_model("llama")
+    for layer in list(model.model.layers)[::2]:
+        layer.self_attn.other = layer.self_attn.q_proj
+        del layer.self_attn.q_proj
+    base = LoraConfig(r=2, target_modules=r".*\.q_proj")
+    config = lora_config(model, base=base, verbose=False)
+    got = adapted(get_peft_model(model, config))
+    assert got == {p.replace("q_proj", "other") if int(p.split(".")[2]) % 2 == 0 else p for p in FULL}
 
 
 def test_llama_names_on_a_fused_model_are_expanded() -> None:

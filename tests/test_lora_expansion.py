@@ -165,9 +165,11 @@ def test_expanded_saved_loaded_and_taken_back(case: str, tmp_path: Path) -> None
         assert torch.equal(logits(loaded), after)
 
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
-        hfpatch.revert(other)
+        hfpatch.revert(other, only=ID)
         assert not hfpatch.status(other)
         assert torch.equal(logits(other), was)
+    for parameter in fix.new_parameters:
+        parameter.data.zero_()
     fix.revert()
     assert fingerprint(model) == before
     assert of_peft(model) == noted
@@ -213,7 +215,9 @@ def test_it_trains_and_is_not_run_unasked() -> None:
         optimizer.step()
     assert all(p.any() for n, p in model.named_parameters() if "k_proj.lora_B" in n)
     model.zero_grad()
-    fix.revert()
+    with pytest.raises(RevertError, match=r"adapter default is trained in the layers it gained .*only='lora-t"):
+        fix.revert()
+    hfpatch.revert(model, only=ID)
     assert fingerprint(model) == before
 
 
@@ -296,12 +300,102 @@ def test_a_second_adapter_is_expanded_later_on_its_own() -> None:
     model.set_adapter("b")
     second = expand(model)
     assert adapted(model) == LLAMA
-    with pytest.raises(RevertError, match="shared with adapter 'b'"):
-        first.revert()
-    second.revert()
-    model.delete_adapter("b")
+    own = {p for p in LLAMA if p.endswith(("q_proj", "v_proj"))}
+    other = copy.deepcopy(model)
+    hfpatch.revert(other)
+    assert adapted(other) == own | {p for p in LLAMA if p.endswith("k_proj")}
     first.revert()
-    assert adapted(model) == {p for p in LLAMA if p.endswith(("q_proj", "v_proj"))}
+    assert adapted(model) == LLAMA
+    second.revert()
+    assert adapted(model) == own | {p for p in LLAMA if p.endswith("k_proj")}
+    assert type(model.base_model.model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert not {p for p in model.base_model.targeted_module_names if "mlp" in p}
+
+
+def later(model: Any, **words: Any) -> Any:
+    """Adapter b, added after an expansion, trained and switched to."""
+    model.add_adapter("b", LoraConfig(r=2, target_modules=["k_proj"], **words))
+    model.set_adapter("b")
+    return trained(model).eval()
+
+
+def test_neither_verify_nor_revert_touches_what_was_set_since() -> None:
+    """The active adapter, what trains, and the layers of an adapter that came later in the same place."""
+    model = lora()
+    fix = expand(model)
+    later(model)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.base_layer.weight.requires_grad_(requires_grad=True)
+    was, seen = fingerprint(model), logits(model)
+    trains = {id(p) for p in model.parameters() if p.requires_grad}
+    assert "before" in str(fix.verify({"input_ids": torch.arange(12)[None]}))
+    assert torch.equal(logits(model), seen)
+    assert {k: v["values"] for k, v in fingerprint(model).items()} == {k: v["values"] for k, v in was.items()}
+    hfpatch.revert(model, only=ID)
+    assert torch.equal(logits(model), seen)
+    assert {id(p) for p in model.parameters() if p.requires_grad} == trains
+    assert model.base_model.model.model.layers[0].self_attn.k_proj.active_adapters == ["b"]
+    assert model.base_model.model.model.layers[0].mlp.up_proj.weight.requires_grad
+
+
+def test_a_named_revert_takes_merged_layers_out_of_the_base() -> None:
+    model = lora()
+    layers = model.base_model.model.model.layers
+    base = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" not in n}
+    was = logits(model)
+    fix = expand(model)
+    trained(model)
+    model.merge_adapter()
+    with pytest.raises(RevertError, match="adapter default is merged into the base weights at"):
+        fix.revert()
+    seen = logits(model)
+    fix.verify({"input_ids": torch.arange(12)[None]})
+    assert torch.equal(logits(model), seen)
+    hfpatch.revert(model, only=ID)
+    assert type(layers[0].mlp.up_proj) is nn.Linear
+    model.unmerge_adapter()
+    for name, parameter in model.named_parameters():
+        if name in base:
+            torch.testing.assert_close(parameter, base[name])
+    assert not torch.equal(was, seen)
+
+
+def test_a_named_revert_leaves_another_adapter_merged() -> None:
+    model = lora()
+    fix = expand(model)
+    later(model)
+    model.set_adapter("default")
+    trained(model)
+    model.base_model.set_adapter(["default", "b"])
+    model.merge_adapter()
+    hfpatch.revert(model, only=ID)
+    assert not hfpatch.status(model)
+    assert fix.new_parameters == ()
+    layer = model.base_model.model.model.layers[0].self_attn.k_proj
+    assert layer.merged_adapters == ["b"]
+    merged = logits(model)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), merged, rtol=1e-4, atol=1e-5)
+
+
+def test_a_deleted_adapter_is_said_in_a_sentence() -> None:
+    model = lora()
+    fix = expand(model)
+    later(model)
+    model.delete_adapter("default")
+    with pytest.raises(RevertError, match="adapter default is deleted, hfpatch had set it to 20 more modules"):
+        fix.revert()
+    seen = logits(model)
+    hfpatch.revert(model, only=ID)
+    assert torch.equal(logits(model), seen)
+    assert type(model.base_model.model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_a_head_among_the_targets_is_no_obstacle() -> None:
+    """Its path is one name, without a dot."""
+    model = lora("phi3", target_modules=["qkv_proj", "lm_head"])
+    expand(model)
+    assert adapted(model) == meant("phi3") | {"lm_head"}
 
 
 def test_what_somebody_did_since_stands_in_the_way_of_a_revert() -> None:
@@ -312,7 +406,7 @@ def test_what_somebody_did_since_stands_in_the_way_of_a_revert() -> None:
         fix.revert()
     model.unmerge_adapter()
     model.peft_config["default"].target_modules = {"q_proj"}
-    with pytest.raises(RevertError, match="target_modules of 'default': q_proj"):
+    with pytest.raises(RevertError, match="adapter default is at other target_modules: q_proj"):
         fix.revert()
 
 
@@ -374,6 +468,25 @@ def test_refused_in_a_sentence_and_nothing_changed(case: str) -> None:
     assert fingerprint(model) == before
 
 
+@pytest.mark.parametrize("names", [3, None, True, [1]])
+def test_adapters_that_are_no_names(names: Any) -> None:
+    with pytest.raises(InputError, match=r"adapters=.*: want the name of an adapter, a list of names, or 'all'"):
+        expand(lora(), adapters=names)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_an_adapter_of_the_experts_alone_is_expanded_in_their_blocks(name: str) -> None:
+    stacks = {n for n, p in tiny_model(name).named_parameters() if p.dim() == 3}
+    model = lora(name, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    assert adapted(model) == stacks
+    before, was = fingerprint(model), logits(model)
+    fix = expand(model)
+    assert adapted(model) == meant(name) | stacks
+    assert torch.equal(logits(model), was)
+    fix.revert()
+    assert fingerprint(model) == before
+
+
 def test_an_adapter_there_is_not() -> None:
     with pytest.raises(InputError, match="no adapter 'c'; the model has default"):
         expand(lora(), adapters=["c"])
@@ -385,6 +498,11 @@ def test_ddp_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"wrapped in DDP, .*expand the adapter first and wrap in DDP afterwards"):
         expand(model)
     assert cannot_grow(Survey(model.module)) is None
+    fix = expand(model.module)
+    around = nn.parallel.DistributedDataParallel(model.module)
+    with pytest.raises(RevertError, match=r"adapter default is inside DDP .*wrap it again afterwards, hfpatch had set"):
+        hfpatch.revert(around)
+    fix.revert()
 
 
 def test_what_cannot_be_named_is_left_out_and_said() -> None:

@@ -61,14 +61,20 @@ def find_embedding(model: PreTrainedModel) -> nn.Module | None:
         found = getter(model)
     except (NotImplementedError, AttributeError, TypeError):
         return None
-    return found if isinstance(found, nn.Module) and is_token_embedding(found) else None
+    if not isinstance(found, nn.Module) or not is_token_embedding(found):
+        return None
+    takes: Any = getattr(model, "input_modalities", "text")
+    return found if "text" in takes or isinstance(found, nn.Embedding) else None
 
 
 def is_token_embedding(module: nn.Module) -> bool:
     """Whether a module maps ids to vectors: an `nn.Embedding`, or an adapter around one."""
     if isinstance(module, nn.Embedding):
         return True
-    inner = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    parts = list(module.modules())
+    if any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in parts):
+        return False  # patches of an image, with embeddings of their positions
+    inner = [m for m in parts if isinstance(m, nn.Embedding)]
     weight = getattr(module, "weight", None)
     return bool(inner) and (weight is None or (isinstance(weight, torch.Tensor) and weight.dim() == 2))
 

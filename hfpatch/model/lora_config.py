@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
-from hfpatch.model.lora import THROUGH, LoraTargets, coverage_of, targets_of
-from hfpatch.model.lora_expand import expanded
+from hfpatch.model.lora import THROUGH, Coverage, LoraTargets, coverage_of, targets_of
+from hfpatch.model.lora_expand import adapted_through, expanded, homes_of
 from hfpatch.model.lora_maps import Reading, check_scope
 from hfpatch.model.lora_spec import Namer
 from hfpatch.report import say
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+"""PEFT's task by the end of a class's name; for these it also trains the new head."""
 
 CHOSEN = ("target_modules", "target_parameters", "exclude_modules", "fan_in_fan_out")
 
@@ -49,7 +57,7 @@ def lora_config(
         base: A config of your own to expand instead, before injection: a copy of it comes back that also
             reaches the linear maps it misses in the blocks it targets. Nothing else in it changes.
         verbose: Say on stderr (rank 0) what is covered and what the scale is.
-        kwargs: Further fields of `LoraConfig`.
+        kwargs: Further fields of `LoraConfig`. `layers_to_transform` also works where the targets are an expression.
 
     Raises:
         InputError: A field there is not, one that is chosen here, or a combination that PEFT cannot carry out.
@@ -59,22 +67,42 @@ def lora_config(
     if base is not None:
         if r is not None or scale is not None or kwargs:
             raise InputError("base= is expanded as it is: set r, lora_alpha and other fields in it, not beside it")
+        beside = {"scope": scope if scope != "language" else None, "experts": experts, "router": router}
+        if unread := [f"{name}={value!r}" for name, value in beside.items() if value]:
+            raise InputError(
+                f"{', '.join(unread)} does not go with base=, which is expanded to the linear maps of the blocks it "
+                "reaches itself: name what else is meant in its target_modules or target_parameters"
+            )
         return _from_base(reading, base, verbose)
     _check_fields(kwargs)
     rank = 16 if r is None else r
-    if rank < 1:
-        raise InputError(f"r={r}: want at least 1")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"r={r!r}: want a whole number of at least 1")
+    alpha = _alpha(rank, scale, kwargs)
     targets = targets_of(reading, scope, experts=experts, router=router)
     _check_parameters(targets, kwargs)
-    words = {**targets.kwargs(), **_alpha(rank, scale, kwargs), **kwargs}
-    if "task_type" not in words and _is_causal(reading):
-        words["task_type"] = "CAUSAL_LM"
+    targets, kwargs = _in_layers(reading, targets, kwargs)
+    words = {**targets.kwargs(), **alpha, **kwargs}
+    if "task_type" not in words and (task := _task(reading)):
+        words["task_type"] = task
+    config = _made({"r": rank, **words})
+    reached = _reached(reading, config) & {*targets.modules, *targets.parameters}
+    if not reached:
+        said = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+        raise InputError(f"{said}: PEFT would adapt none of the {len(targets.modules)} linear maps of the scope")
+    if verbose:
+        covered = coverage_of(reading, reading.matrices(scope), reached)
+        say(_told(targets, config, len(reached), covered))
+    return config
+
+
+def _made(words: dict[str, Any]) -> LoraConfig:
     from peft import LoraConfig
 
-    config = LoraConfig(r=rank, **words)
-    if verbose:
-        say(_told(targets, config))
-    return config
+    try:
+        return LoraConfig(**words)
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(f"PEFT's LoraConfig refuses this: {str(error).strip()}") from error
 
 
 def _check_fields(kwargs: dict[str, Any]) -> None:
@@ -94,6 +122,17 @@ def _check_parameters(targets: LoraTargets, kwargs: dict[str, Any]) -> None:
     """PEFT's wrapper of parameters takes neither dropout nor variants."""
     if not targets.target_parameters:
         return
+    init = kwargs.get("init_lora_weights", True)
+    if targets.parameters and not isinstance(init, bool) and init not in ("gaussian", "eva"):
+        raise InputError(
+            f"init_lora_weights={init!r} reads the weight of a linear map, and routed experts or routers are none "
+            f"(target_parameters={list(targets.target_parameters)}); use True or 'gaussian'"
+        )
+    if kwargs.get("layers_to_transform") is not None:
+        raise InputError(
+            f"layers_to_transform={kwargs['layers_to_transform']!r} does not go with target_parameters="
+            f"{list(targets.target_parameters)}: PEFT would adapt these in every layer; leave it out"
+        )
     for name in ("lora_dropout", "use_dora", "lora_bias"):
         if kwargs.get(name):
             why = f": {THROUGH}" if targets.through_parameters else " (routed experts or router)"
@@ -103,16 +142,58 @@ def _check_parameters(targets: LoraTargets, kwargs: dict[str, Any]) -> None:
             )
 
 
+def _in_layers(reading: Reading, targets: LoraTargets, kwargs: dict[str, Any]) -> tuple[LoraTargets, dict[str, Any]]:
+    """Targets that are an expression with `layers_to_transform` said in it, as PEFT takes that for names only."""
+    layers = kwargs.get("layers_to_transform")
+    if layers is None:
+        return targets, kwargs
+    if not all(isinstance(i, int) for i in (layers if isinstance(layers, Sequence) else [layers])):
+        raise InputError(f"layers_to_transform={layers!r}: want the index of a layer, or a list of such")
+    if not isinstance(targets.target_modules, str):
+        return targets, kwargs
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    fields = {name: kwargs[name] for name in ("layers_to_transform", "layers_pattern") if name in kwargs}
+    asked = _made({"target_modules": [path.rpartition(".")[2] for path in targets.modules], **fields})
+    inside = tuple(path for path in targets.modules if check_target_module_exists(asked, path))
+    if not inside:
+        raise InputError(f"layers_to_transform={layers!r}: no linear map of the scope lies in such a layer")
+    names, exclude = Namer(reading).names(inside)
+    narrowed = dataclasses.replace(targets, target_modules=names, exclude_modules=exclude, modules=inside)
+    return narrowed, {name: value for name, value in kwargs.items() if name not in fields}
+
+
+def _reached(reading: Reading, config: LoraConfig) -> set[str]:
+    """What the final config adapts: linear maps and parameters by their whole paths, all of its fields counted in."""
+    namer = Namer(reading)
+    return (namer.matched_by(config) or set[str]()) | adapted_through(reading, namer.parameters_by(config))
+
+
 def _alpha(rank: int, scale: float | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "lora_alpha" in kwargs:
         if scale is not None:
             raise InputError(f"scale={scale} and lora_alpha={kwargs['lora_alpha']} say the same thing twice; give one")
+        if not _is_number(kwargs["lora_alpha"]):
+            raise InputError(f"lora_alpha={kwargs['lora_alpha']!r}: want a number; scale= says the factor itself")
         return {}
     factor = 1.0 if scale is None else scale
-    if not (math.isfinite(factor) and factor > 0):
-        raise InputError(f"scale={scale}: want a positive number")
+    if not _is_number(factor) or factor <= 0:
+        raise InputError(f"scale={scale!r}: want a positive number")
     alpha = factor * (math.sqrt(rank) if kwargs.get("use_rslora") else rank)
     return {"lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _task(reading: Reading) -> str | None:
+    """PEFT's task type, where the class says it."""
+    for cls in type(reading.frame).__mro__:
+        for ending, task in TASKS.items():
+            if cls.__name__.endswith(ending):
+                return task
+    return "CAUSAL_LM" if _is_causal(reading) else None
 
 
 def _is_causal(reading: Reading) -> bool:
@@ -121,9 +202,8 @@ def _is_causal(reading: Reading) -> bool:
     return generates and config is not None and not getattr(config, "is_encoder_decoder", False)
 
 
-def _told(targets: LoraTargets, config: LoraConfig) -> list[str]:
-    reached = len(targets.modules) + len(targets.parameters)
-    lines = [f"hfpatch: LoRA on {reached} matrices of {targets.model}: {targets.coverage}", _scale_line(config)]
+def _told(targets: LoraTargets, config: LoraConfig, reached: int, covered: Coverage) -> list[str]:
+    lines = [f"hfpatch: LoRA on {reached} matrices of {targets.model}: {covered}", _scale_line(config)]
     if targets.through_parameters:
         lines.append(f"hfpatch: {THROUGH}")
     if targets.left_out:
@@ -144,13 +224,17 @@ def _scale_line(config: LoraConfig) -> str:
 
 
 def _from_base(reading: Reading, base: LoraConfig, verbose: bool) -> LoraConfig:
+    from peft import PeftConfig
+
+    if not isinstance(base, PeftConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"base={base!r}: want a peft.LoraConfig; fields of one are given by name")
     try:
         config, added = expanded(reading, base)
     except ValueError as error:
         raise InputError(f"base=: {error}") from error
     if verbose:
-        reached = Namer(reading).matched_by(config) or set[str]()
-        homes = frozenset(reading.home(path) for path in reached if path in reading.block_of)
+        reached = _reached(reading, config)
+        homes = homes_of(reading, reached)
         covered = coverage_of(reading, reading.matrices_of(homes), reached)
         say([f"hfpatch: LoRA config with {len(added)} more modules: {covered}", _scale_line(config)])
     return config

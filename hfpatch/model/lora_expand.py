@@ -86,20 +86,20 @@ def gap(tuner: Any, adapter: str, reading: Reading) -> Gap:
             "hfpatch.lora_config(model, base=config)",
         )
     adapted = adapted_by(reading, adapter)
-    missing, left_out = missing_of(reading, config, adapted)
-    homes = _homes(reading, adapted)
-    matrices = reading.matrices_of(homes)
-    before = coverage_of(reading, matrices, adapted | _parameters_of(reading, adapter))
+    reached = adapted | _parameters_of(reading, adapter)
+    missing, left_out = missing_of(reading, config, reached)
+    matrices = reading.matrices_of(homes_of(reading, reached))
+    before = coverage_of(reading, matrices, reached)
     if not missing:
         return Gap(adapter, before=before, after=before, left_out=left_out)
-    names = joined(Namer(reading), config, {p for p in adapted if "." in p}, missing)
+    names = joined(Namer(reading), config, {p for p in adapted if p}, missing)
     if names is None:
         return Gap(
             adapter,
             problem=f"adapter {adapter!r}: no list of names matches its {len(adapted)} modules and the "
             f"{len(missing)} missing ones exactly (first missing: {missing[0]})",
         )
-    after = coverage_of(reading, matrices, adapted | _parameters_of(reading, adapter) | set(missing))
+    after = coverage_of(reading, matrices, reached | set(missing))
     return Gap(adapter, missing, names, before, after, left_out)
 
 
@@ -148,21 +148,41 @@ def _parameters_of(reading: Reading, adapter: str) -> set[str]:
     return found
 
 
-def _homes(reading: Reading, adapted: Iterable[str]) -> frozenset[str]:
-    return frozenset(reading.home(path) for path in adapted if path in reading.block_of)
+def adapted_through(reading: Reading, parameters: Iterable[str]) -> set[str]:
+    """Parameters as coverage counts them: the weight of a linear map is the map."""
+    return {holder if (holder := path.rpartition(".")[0]) in reading.sizes else path for path in parameters}
+
+
+def _block(reading: Reading, path: str) -> str | None:
+    """The block a module, or a parameter of one, lies in."""
+    return reading.block_of.get(path) or reading.block_of.get(path.rpartition(".")[0])
+
+
+def homes_of(reading: Reading, adapted: Iterable[str]) -> frozenset[str]:
+    """Paths of the submodels in whose blocks these modules and parameters lie."""
+    return frozenset(reading.home(block) for path in adapted if (block := _block(reading, path)) is not None)
 
 
 def missing_of(reading: Reading, config: Any, adapted: set[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """Linear maps that an adapter could have in the blocks it lives in, and those it cannot, with the reason.
 
     Its blocks are all of each submodel it reaches; only those its config names by index, where it does.
+
+    Args:
+        reading: Of the model.
+        config: The adapter's.
+        adapted: Whole paths of the linear maps and parameters it has.
     """
     namer = Namer(reading)
-    matrices = [m for m in reading.matrices_of(_homes(reading, adapted)) if m.kind == "map" and not m.parameter]
+    matrices = [m for m in reading.matrices_of(homes_of(reading, adapted)) if m.kind == "map" and not m.parameter]
     through = {path for path, place in reading.places.items() if type(place.wrapper).__name__ == "ParamWrapper"}
     names = config.target_modules
-    by_index = not config.layers_to_transform and not isinstance(names, str) and any(map(_indexed, names or ()))
-    reached = {reading.block_of[path] for path in adapted if path in reading.block_of}
+    reached = {block for path in adapted if (block := _block(reading, path)) is not None}
+    if isinstance(names, str):
+        by_index = _picks_layers(reading, adapted, reached)
+    else:
+        named = [*(names or ()), *(config.target_parameters or ())]
+        by_index = config.layers_to_transform in (None, []) and any(map(_indexed, named))
     missing: list[str] = []
     left: dict[tuple[str, str], None] = {}
     for matrix in matrices:
@@ -187,6 +207,14 @@ def _unnameable(namer: Namer, matrix: Matrix) -> str:
 
 def _indexed(name: str) -> bool:
     return re.search(r"(^|\.)\d+(\.|$)", name) is not None
+
+
+def _picks_layers(reading: Reading, adapted: set[str], reached: set[str]) -> bool:
+    """Whether an expression matched a map in some blocks and passed by the same map in other blocks of the submodel."""
+    tails = {path.removeprefix(f"{block}.") for path in adapted if (block := reading.block_of.get(path)) is not None}
+    homes = {reading.home(block) for block in reached}
+    others = {block for home in homes for block in reading.blocks.get(home, ())} - reached
+    return any(f"{block}.{tail}" in reading.sizes for block in others for tail in tails)
 
 
 def _allowed(config: Any, path: str) -> bool:
@@ -236,7 +264,9 @@ def expanded(reading: Reading, base: Any) -> tuple[Any, tuple[str, ...]]:
     adapted = namer.matched_by(config)
     if adapted is None:
         raise ValueError(f"PEFT itself refuses target_modules={base.target_modules!r} for this model")
-    seeds = adapted if _homes(reading, adapted) else set(reading.blocks.get(reading.language.path, ()))
+    seeds = adapted | adapted_through(reading, namer.parameters_by(config))
+    if not homes_of(reading, seeds):
+        seeds = set(reading.blocks.get(reading.language.path, ()))
     missing, _ = missing_of(reading, config, seeds)
     if not missing:
         return config, ()
@@ -272,6 +302,10 @@ def gaps(survey: Survey, tuner: nn.Module, adapters: str | Sequence[str] = ()) -
     Raises:
         InputError: No adapter of that name.
     """
+    if not isinstance(adapters, str) and not (
+        isinstance(adapters, (list, tuple, set)) and all(isinstance(name, str) for name in adapters)  # pyright: ignore[reportUnnecessaryIsInstance]
+    ):
+        raise InputError(f"adapters={adapters!r}: want the name of an adapter, a list of names, or 'all'")
     there: Any = tuner
     have = list(there.peft_config)
     asked = have if adapters == "all" else [adapters] if isinstance(adapters, str) else list(adapters)
@@ -294,17 +328,25 @@ SHARDED = {
 }
 
 
-def cannot_grow(survey: Survey) -> str | None:
-    """Why an object takes no new parameters now: something noted its parameters when it wrapped it; None where not."""
+def wrapped(survey: Survey) -> tuple[str, str] | None:
+    """Path and kind of a wrapper that noted the parameters of what it holds; None where there is none."""
     for path, module in survey.modules.items():
         for cls in type(module).__mro__:
             if cls.__name__ in SHARDED:
-                kind = SHARDED[cls.__name__]
-                return (
-                    f"{path or 'the model'} is wrapped in {kind}, which fixed its parameters then, so new ones would "
-                    f"not be synchronised: expand the adapter first and wrap in {kind} afterwards"
-                )
+                return path, SHARDED[cls.__name__]
     return None
+
+
+def cannot_grow(survey: Survey) -> str | None:
+    """Why an object takes no new parameters now; None where it does."""
+    found = wrapped(survey)
+    if found is None:
+        return None
+    path, kind = found
+    return (
+        f"{path or 'the model'} is wrapped in {kind}, which fixed its parameters then, so new ones would "
+        f"not be synchronised: expand the adapter first and wrap in {kind} afterwards"
+    )
 
 
 def unmanaged(survey: Survey) -> bool:

@@ -249,7 +249,7 @@ class Reading:
         if home == language:
             return home == "" and path in self._outside_root
         if self.sense(home) is None:
-            return path not in self._outputs
+            return path not in self._outputs and not re.search(r"(^|[._])heads?(\.|$)", path[len(home) :])
         rest = path[len(home) :].strip(".").split(".")
         top = f"{home}.{rest[0]}" if home else rest[0]
         outs = [out for _, out in self._matrices_below(top)]

@@ -100,6 +100,12 @@ class Namer:
             got = expand(copy.deepcopy(got), self.frame)
         return {key for key in self.keys if check_target_module_exists(got, key)}
 
+    def parameters_by(self, config: Any) -> set[str]:
+        """Parameters, by whole paths, that a config's `target_parameters` match, PEFT's rewriting counted in."""
+        got = self.converted(config)
+        names: set[str] = set(getattr(got, "target_parameters", None) or ())
+        return {path for path in self.parameters if _ends(path, names)} if names else set()
+
     def spec(self, modules: Sequence[str], parameters: Sequence[str]) -> Spec:
         """The spec for linear maps and parameters given by their whole paths."""
         direct = [path for path in modules if not self.taken(path)]

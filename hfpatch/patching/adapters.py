@@ -4,18 +4,23 @@
 
 PEFT's own injection re-activates every layer of an adapter, so it is called for the missing layers one by one:
 existing layers, their weights and their flags are not touched. The edited module is PEFT's `LoraModel`.
+The way back takes out the gained layers and nothing else: which adapters are active, what trains and what other
+adapters have in the same place may have been set since, and stays.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from hfpatch.model.lora_expand import wrapped
+from hfpatch.model.survey import Survey
+from hfpatch.patching.edits import records_of
 from hfpatch.patching.kind import ABSENT, Kind, Record
 
 PER_ADAPTER = (
@@ -70,8 +75,9 @@ class Place:
         name: Under which name.
         there: What was there: the map, or a layer of another adapter around it.
         flags: `requires_grad` of every parameter in it.
-        active: The layer's own note of the active adapters; `ABSENT` for a bare map.
         gains: The adapters that gain a layer here.
+        active: The layer's own note of the active adapters; `ABSENT` for a bare map.
+        opens: Whether its bias, frozen before, trains with the layer.
     """
 
     parent: nn.Module
@@ -80,6 +86,7 @@ class Place:
     gains: tuple[str, ...]
     flags: tuple[bool, ...]
     active: Any
+    opens: bool = False
 
     @property
     def layer(self) -> Any:
@@ -94,11 +101,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Before:
-    """The inverse: each adapter's object of target names, how many paths PEFT had noted, and every place once."""
+    """The inverse: each adapter's object of target names, and every place once."""
 
     names: tuple[Any, ...]
-    noted: int
-    places: Mapping[str, Place]
+    places: dict[str, Place]
 
 
 class AdapterTargets(Kind):
@@ -108,7 +114,7 @@ class AdapterTargets(Kind):
     """
 
     def now(self, module: nn.Module, slot: str) -> Any:
-        adapters = slot.removeprefix("targets of ").split(", ")
+        adapters = slot.removeprefix("adapter ").split(", ")
         return "; ".join(_shown(_configs(module)[name].target_modules) for name in adapters if name in _configs(module))
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Expansions) -> Before:
@@ -116,6 +122,7 @@ class AdapterTargets(Kind):
 
         frame = frame_of(module)
         wanted = {part.adapter: set(part.modules) for part in after.parts}
+        opening = {part.adapter for part in after.parts if _Model(module, part.adapter).opens}
         places: dict[str, Place] = {}
         for path in dict.fromkeys(path for part in after.parts for path in part.modules):
             parent_path, _, name = path.rpartition(".")
@@ -123,24 +130,29 @@ class AdapterTargets(Kind):
             there: Any = parent._modules[name]
             gains = tuple(part.adapter for part in after.parts if path in wanted[part.adapter])
             flags = tuple(p.requires_grad for p in there.parameters())
-            places[path] = Place(parent, name, there, gains, flags, there.__dict__.get("_active_adapter", ABSENT))
-        names = tuple(_configs(module)[part.adapter].target_modules for part in after.parts)
-        return Before(names, len(_noted(module)), places)
+            active = there.__dict__.get("_active_adapter", ABSENT)
+            bias = getattr(there, "bias", None)
+            frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
+            opens = active is ABSENT and frozen and not opening.isdisjoint(gains)
+            places[path] = Place(parent, name, there, gains, flags, active, opens)
+        return Before(tuple(_configs(module)[part.adapter].target_modules for part in after.parts), places)
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Before = record.before
         tuner: Any = module
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set to")
-            models = [(part, _Model(tuner, part.adapter)) for part in record.after.parts]
-            for part, model in models:
-                for path in part.modules:
-                    place = before.places[path]
-                    tuner._create_and_replace(
-                        model.config, part.adapter, place.layer, place.name, place.parent, current_key=path
-                    )
-        for place in before.places.values():
-            _keep(place)
+        models = [(part, _Model(tuner, part.adapter)) for part in record.after.parts]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set to")
+                for part, model in models:
+                    for path in part.modules:
+                        place = before.places[path]
+                        tuner._create_and_replace(
+                            model.config, part.adapter, place.layer, place.name, place.parent, current_key=path
+                        )
+        finally:
+            for place in before.places.values():
+                _keep(place)
         for part, model in models:
             for path in part.modules:
                 model.shape(before.places[path], part.adapter)
@@ -148,59 +160,76 @@ class AdapterTargets(Kind):
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Before = record.before
-        for place in before.places.values():
-            if place.bare:
+        bare: set[str] = set()
+        for path, place in before.places.items():
+            layer = place.layer
+            if not is_layer(layer):
+                continue
+            _unmerge(layer, place.gains)
+            for adapter in place.gains:
+                _pop(layer, adapter)
+            if place.opens:
+                layer.get_base_layer().bias.requires_grad_(False)
+            if place.bare and not _carried(layer):
                 place.parent._modules[place.name] = place.there
-            else:
-                for adapter in place.gains:
-                    _pop(place.there, adapter)
-                place.there.__dict__["_active_adapter"] = place.active
-            for parameter, flag in zip(place.there.parameters(), place.flags, strict=True):
-                parameter.requires_grad_(flag)
+                bare.add(path)
+            elif place.bare:
+                _hand_over(module, path, place)
         for part, names in zip(record.after.parts, before.names, strict=True):
             if part.adapter in _configs(module):
                 _configs(module)[part.adapter].target_modules = names
-        del _noted(module)[before.noted :]
+        noted = _noted(module)
+        noted[:] = [path for path in noted if path not in bare]
 
     def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        if (outside := wrapped(Survey(root))) is not None:
+            path, kind = outside
+            return (
+                f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped them, so that "
+                f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
+            )
+        trained: str | None = None
         for part in record.after.parts:
-            config = _configs(module).get(part.adapter)
+            config, whose = (
+                _configs(module).get(part.adapter),
+                f" ({part.adapter})" if len(record.after.parts) > 1 else "",
+            )
             if config is None:
-                return f"adapter {part.adapter!r} was deleted"
+                return f"deleted{whose}"
             if isinstance(config.target_modules, str) or set(config.target_modules) != set(part.names):
-                return f"target_modules of {part.adapter!r}: {_shown(config.target_modules)}"
+                return f"at other target_modules{whose}: {_shown(config.target_modules)}"
             for path in part.modules:
-                place: Place = record.before.places[path]
-                layer = place.layer
+                layer = record.before.places[path].layer
                 if part.adapter not in getattr(layer, "lora_A", ()):
-                    return f"without the layer of {part.adapter!r} at {path}"
-                if layer.merged:
-                    return f"merged into the base weights at {path}; unmerge_adapter() takes it out"
-                others = set(layer.lora_A) - record.after.adapters
-                if place.bare and others:
-                    return (
-                        f"shared with adapter {min(others)!r} at {path}; delete_adapter({min(others)!r}) takes it out"
-                    )
-        return None
+                    return f"without its layer at {path}{whose}"
+                if part.adapter in layer.merged_adapters:
+                    return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
+                if trained is None and _trained(layer, part.adapter):
+                    trained = f"trained in the layers it gained (B is not 0 at {path}){whose}"
+        return trained
 
     def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
+        """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""
         held: list[Any] = []
         for place in record.before.places.values():
             layer = place.layer
-            flags = [p.requires_grad for p in layer.parameters()]
-            held.append((layer, {name: _taken(layer, name) for name in place.gains}, flags))
-        self.restore(root, module, record)
+            if not is_layer(layer):
+                continue
+            merged, weights = list(layer.merged_adapters), []
+            if not set(merged).isdisjoint(place.gains):
+                base = layer.get_base_layer()
+                weights = [(p, p.detach().clone()) for p in base.parameters(recurse=False)]
+                _unmerge(layer, place.gains)
+            held.append((layer, layer.__dict__["_active_adapter"], merged, weights))
+            layer.__dict__["_active_adapter"] = [name for name in layer.active_adapters if name not in place.gains]
         return held
 
     def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
-        for place, (layer, tables, flags) in zip(record.before.places.values(), held, strict=True):
-            place.parent._modules[place.name] = layer
-            for adapter, values in tables.items():
-                for name, value in values.items():
-                    getattr(layer, name)[adapter] = value
-            for parameter, flag in zip(layer.parameters(), flags, strict=True):
-                parameter.requires_grad_(flag)
-        _rename(module, record)
+        for layer, active, merged, weights in held:
+            layer.__dict__["_active_adapter"] = active
+            layer.merged_adapters[:] = merged
+            for parameter, values in weights:
+                parameter.data.copy_(values)
 
     def added(self, root: nn.Module, module: nn.Module, record: Record) -> Iterable[nn.Parameter]:
         for part in record.after.parts:
@@ -219,6 +248,7 @@ class _Model:
             own.init_lora_weights = True
         self.config = own
         self.trains = any(p.requires_grad for p in parameters)
+        self.opens = own.bias == "lora_only" and self.trains
         self.dtype = next((p.dtype for p in parameters if p.is_floating_point()), None)
         self.disabled = any(layer._disable_adapters for layer in layers)
         self.active = tuner.active_adapters
@@ -234,7 +264,7 @@ class _Model:
             layer._active_adapter = list(self.active)
             layer._disable_adapters = self.disabled
             bias = getattr(place.there, "bias", None)
-            if self.config.bias == "lora_only" and self.trains and isinstance(bias, nn.Parameter):
+            if place.opens and isinstance(bias, nn.Parameter):
                 bias.requires_grad_(True)
         else:
             layer.lora_dropout[adapter].train(layer.training)
@@ -254,6 +284,40 @@ def _keep(place: Place) -> None:
         place.there.__dict__["_active_adapter"] = place.active
 
 
+def is_layer(module: Any) -> bool:
+    """Whether a module is a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
+    return isinstance(module, nn.Module) and "lora_A" in module._modules
+
+
+def _carried(layer: Any) -> set[str]:
+    """The adapters in a layer."""
+    return set(layer.lora_A) | set(layer.lora_embedding_A)
+
+
+def _trained(layer: Any, adapter: str) -> bool:
+    """Whether B, which is made 0, holds anything else by now."""
+    return any(not p.is_meta and bool(p.detach().any()) for p in layer.lora_B[adapter].parameters())
+
+
+def _unmerge(layer: Any, adapters: Iterable[str]) -> None:
+    """Take these adapters out of the base weights, where they are in; others that are stay in."""
+    merged = list(layer.merged_adapters)
+    rest = [name for name in merged if name not in adapters]
+    if rest == merged:
+        return
+    layer.unmerge()
+    if rest:
+        layer.merge(adapter_names=rest)
+
+
+def _hand_over(module: nn.Module, path: str, place: Place) -> None:
+    """A layer stays for an adapter that came later: if a later record added that, its undo is to unwrap the map."""
+    for record in records_of(module):
+        places = getattr(record.before, "places", {})
+        if path in places and places[path].there is place.layer:
+            places[path] = replace(places[path], there=place.there, flags=place.flags, active=ABSENT)
+
+
 def _rename(module: nn.Module, record: Record) -> None:
     for part in record.after.parts:
         config = _configs(module)[part.adapter]
@@ -270,10 +334,6 @@ def _of_adapter(layer: Any, adapter: str) -> Iterable[nn.Parameter]:
             yield from table[adapter].parameters()
         elif isinstance(table, nn.ParameterDict) and adapter in table:
             yield table[adapter]
-
-
-def _taken(layer: Any, adapter: str) -> dict[str, Any]:
-    return {name: getattr(layer, name)[adapter] for name in PER_ADAPTER if adapter in getattr(layer, name, ())}
 
 
 def _pop(layer: Any, adapter: str) -> None:
