@@ -15,7 +15,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hfpatch
 from hfpatch.errors import ConflictError, InputError, RefusedError
@@ -313,7 +313,7 @@ class Checkpointed(nn.Module):
         return h * (1 + torch.tanh(self.film.proj(h)))
 
     def forward(self, h: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or getattr(self, "off", False):
             return self.part(h) if self.own else self.film(h)
         return checkpoint(self.part if self.own else self.film, h, use_reentrant=self.reentrant)
 
@@ -336,9 +336,39 @@ def test_checkpointed_modules_recompute_with_the_patch(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_forward_that_checkpoints_a_part_of_itself_is_refused(reentrant: bool) -> None:
     model = Model(Checkpointed(reentrant, own=True)).train()
-    apply(model)
+    h = torch.randn(2, 3, WIDTH, requires_grad=True)
+    stock = model(h)
+    for words in ({"modules": "part"}, {"modules": model.part}):
+        with pytest.raises(RefusedError, match="checkpoints the part of itself"):
+            apply(model, **words)
+    fix = hfpatch.apply(model, include=ID, verbose=False)
+    assert "left as they are: 'part' multiplies by 1 + tanh: it checkpoints the part of itself" in next(
+        d.reason for d in fix.plan.decisions if d.patch == ID
+    )
+    assert torch.equal(model(h), stock)
+
+
+def test_a_checkpoint_that_no_run_of_the_plan_took_is_refused_when_it_runs() -> None:
+    model = Model(Checkpointed(reentrant=False, own=True)).eval()
+    model.part.off = True
+    apply(model, modules="part")
+    model.part.off = False
     with pytest.raises(RefusedError, match="checkpoints the part of itself"):
-        model(torch.randn(2, 3, WIDTH, requires_grad=True))
+        model.train()(torch.randn(2, 3, WIDTH, requires_grad=True))
+
+
+def test_functional_tanh_in_a_compiled_model_is_refused_in_the_plan() -> None:
+    model = Model(Film(one_plus_functional))
+    model.part.compile(backend="aot_eager")
+    (found,) = hfpatch.plan(model, only="sigmoid*").decisions
+    assert (found.decided, "does not show to the patch, and is compiled" in found.reason) == ("refused", True)
+    h = torch.randn(2, 3, WIDTH)
+    hfpatch.apply(model, include=ID, verbose=False)
+    assert torch.allclose(model(h), h * (1 + torch.tanh(model.part.proj(h))), atol=1e-6)
+    torch._dynamo.reset()
+    model = Model(Film(one_plus_torch))
+    model.part.compile(backend="aot_eager")
+    assert [e.path for e in hfpatch.plan(model, only=ID).edits] == ["part"]
 
 
 class Fails(Film):
@@ -474,7 +504,10 @@ def test_training_peft_checkpointing_and_generation() -> None:
     model = modulated(tiny_model("llama"))
     parts = [m for m in model.modules() if isinstance(m, Modulation)]
     peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["modulation"]))
-    apply(peft)
+    fix = apply(peft)
+    assert [(e.path[-39:], d.effect) for d in fix.plan.of("applied") for e in d.edits] == [
+        (f"layers.{i}.modulation.modules_to_save.default"[-39:], "prepares") for i in range(4)
+    ]
     peft.gradient_checkpointing_enable()
     peft.train()
     ids = (torch.arange(24).view(2, 12) * 7) % 64
@@ -490,7 +523,7 @@ def test_training_peft_checkpointing_and_generation() -> None:
     assert len(parts) == 4
     assert peft.generate(input_ids=ids[:, :4], max_new_tokens=3, do_sample=False).shape == (2, 7)
     again = hfpatch.plan(peft, only=ID).decisions
-    assert {d.decided for d in again} == {"not needed"}
+    assert {(d.decided, d.already) for d in again} == {("not needed", 4)}
 
 
 def test_the_plan_touches_nothing() -> None:
@@ -571,8 +604,12 @@ def test_a_wrapped_decoder_layer_is_judged_without_running_the_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0.2, 0.9), (1.0, 2.0), (1.5, 0.5), (float("nan"), 2), ("a", 2), (0.5, True)]
-)
+    ("low", "high"),
+    [
+        (0.2, 0.9), (1.0, 2.0), (1.5, 0.5), (float("nan"), 2), ("a", 2), (0.5, True), (-1, 2), (0, 2), (0.5, 1 + 1e-9),
+        (1 - 1e-9, 2), (0.5, float("inf")), (0.5, 10**40), (1e-60, 2),
+    ],
+)  # fmt: skip
 def test_bounds_that_exclude_one(low: Any, high: Any) -> None:
     model = modulated(tiny_model("llama"))
     before = fingerprint(model)
@@ -606,3 +643,282 @@ def test_weights_that_are_not_loaded() -> None:
     assert [(d.decided, d.effect) for d in hfpatch.plan(model).decisions if d.patch == ID] == [
         ("opt-in", "changes-function")
     ]
+
+
+# --- what proves a modulation untrained ---
+
+
+def zeroed(layer: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Own(nn.Module):
+    """h * (1 + tanh(f(self, ...))) with a trained layer, one of zeros, an embedding and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Linear(WIDTH, WIDTH)
+        self.zero = zeroed(nn.Linear(WIDTH, WIDTH))
+        self.both = zeroed(nn.Linear(WIDTH, 2 * WIDTH))
+        self.emb = nn.Embedding(9, WIDTH, padding_idx=0)
+        self.empty = nn.Parameter(torch.zeros(WIDTH))
+        self.drop = nn.Dropout(0.5)
+
+
+class ById(Own):
+    def forward(self, h: Tensor, speaker_ids: Tensor) -> Tensor:
+        return h * (1 + torch.tanh(self.emb(speaker_ids)))
+
+
+class Optional(Own):
+    def forward(self, h: Tensor, cond: Tensor | None = None) -> Tensor:
+        return h * (1 + torch.tanh(torch.zeros_like(h) if cond is None else self.trained(cond)))
+
+
+class OptionalLayer(Own):
+    def forward(self, h: Tensor, cond: Tensor | None = None) -> Tensor:
+        return h * (1 + torch.tanh(self.zero(h) if cond is None else self.trained(cond)))
+
+
+class ByLength(Own):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (1 + torch.tanh(self.zero(h) if h.shape[-2] < 4 else self.trained(h)))
+
+
+class ByFlag(Own):
+    def forward(self, h: Tensor, plain: bool = True) -> Tensor:
+        return h * (1 + torch.tanh(self.zero(h) if plain else self.trained(h)))
+
+
+class InTraining(Own):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (1 + torch.tanh(self.trained(h) if self.training else self.zero(h)))
+
+
+class ByValue(Own):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (1 + torch.tanh(torch.relu(self.trained(h) - 100)))
+
+
+class Unbiased(Own):
+    def forward(self, h: Tensor) -> Tensor:
+        self.zero.bias.data.fill_(0.1)
+        return h * (1 + torch.tanh(self.zero(h)))
+
+
+@pytest.mark.parametrize("part", [ById, Optional, OptionalLayer, ByLength, ByFlag, InTraining, ByValue, Unbiased])
+def test_what_is_not_proved_untrained_is_left_alone_unasked(part: type[Own]) -> None:
+    model = Model(part())
+    before = fingerprint(model)
+    fix = hfpatch.apply(model, verbose=False)
+    found = next(d for d in fix.plan.decisions if d.patch == ID)
+    assert (found.decided, found.effect) == ("opt-in", "changes-function")
+    fix.revert()
+    assert fingerprint(model) == before
+
+
+class Chunked(Own):
+    def forward(self, h: Tensor, cond: Tensor) -> Tensor:
+        shift, scale = self.both(F.silu(cond)).chunk(2, dim=-1)
+        return h * (1 + torch.tanh(scale.to(h.dtype))) + shift
+
+
+class Gain(Own):
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.addcmul(h, h, 1 + torch.tanh(self.empty)[None])
+
+
+class ZeroEither(Own):
+    def forward(self, h: Tensor, cond: Tensor | None = None) -> Tensor:
+        return h * (1 + torch.tanh(0.5 * self.drop(self.zero(h if cond is None else cond))))
+
+
+@pytest.mark.parametrize("part", [Chunked, Gain, ZeroEither])
+def test_zeros_made_by_parameters_prove_it(part: type[Own]) -> None:
+    model = Model(part())
+    (found,) = [d for d in hfpatch.plan(model).decisions if d.patch == ID]
+    assert (found.decided, found.effect, len(found.edits)) == ("applied", "prepares", 1)
+
+
+# --- what the plan leaves as it was ---
+
+
+class Mine(Exception):
+    pass
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, ready: Tensor | None = None) -> Tensor:
+        if ready is None or ready.shape[0] != 77:
+            raise Mine("call start() first")
+        return h * (1 + torch.tanh(self.proj(h)))
+
+
+def test_an_exception_of_the_users_own_is_a_reason_and_no_crash() -> None:
+    (found,) = hfpatch.plan(Model(Raises()), only="sigmoid*").decisions
+    assert found.decided == "refused"
+    assert "cannot be run alone (Mine: call start() first)" in found.reason
+
+
+class Writes(Film):
+    """Writes to whatever it has."""
+
+    def __init__(self) -> None:
+        super().__init__(one_plus_torch)
+        self.w = nn.Parameter(torch.ones(WIDTH))
+        self.hist: list[Any] = [[1]]
+        self.stats: dict[str, Any] = {"sums": torch.zeros(1), "deep": {"x": {1}}}
+        self.plain = torch.zeros(1)
+        self.parts = [self.proj]
+        self.run = self.once
+
+    def once(self, h: Tensor) -> Tensor:
+        self.hist[0].append(float(h.sum()))
+        return h
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.w.data.mul_(2)
+        self.hist.append(1)
+        self.stats["x"] = 1
+        self.stats["sums"] += 1
+        self.stats["deep"]["x"].add(float(h.sum()))
+        self.plain += 1
+        self.parts[0].weight.data.mul_(3)
+        return super().forward(self.run(h))
+
+
+def test_a_forward_that_writes_to_all_it_has_writes_to_copies() -> None:
+    model = Model(Writes())
+    weight = model.part.proj.weight.detach().clone()
+    assert [e.path for e in hfpatch.plan(model, only=ID).edits] == ["part"]
+    part = model.part
+    assert torch.equal(part.w, torch.ones(WIDTH))
+    assert torch.equal(part.proj.weight, weight)
+    assert part.hist == [[1]]
+    assert part.stats == {"sums": torch.zeros(1), "deep": {"x": {1}}}
+    assert not part.plain.any()
+
+
+def test_modules_alike_that_cannot_be_run_are_tried_once() -> None:
+    calls: list[int] = []
+
+    class Counted(Raises):
+        def forward(self, h: Tensor, ready: Tensor | None = None) -> Tensor:
+            calls.append(1)
+            return super().forward(h, ready)
+
+    model = Model(nn.ModuleList([Counted() for _ in range(90)]))
+    (found,) = hfpatch.plan(model, only="sigmoid*").decisions
+    assert found.decided == "refused"
+    assert len(calls) <= 96
+
+
+# --- what is and is not one ---
+
+
+class Both(nn.Module):
+    """A modulation and a GELU written out in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = 0.5 * h * (1 + torch.tanh(0.7978845608 * (h + 0.044715 * h**3)))
+        return x * (1 + torch.tanh(self.proj(h)))
+
+
+def test_a_modulation_beside_a_gelu_in_one_forward_is_said() -> None:
+    (found,) = hfpatch.plan(Model(Both()), only="sigmoid*").decisions
+    assert found.decided == "refused"
+    assert found.reason == (
+        "'part' multiplies by 1 + tanh, and by another that is no modulation (it is a GELU): put one of them into a "
+        "module of its own"
+    )
+    model = nn.ModuleDict({"a": Model(Both()), "b": Film(one_plus_torch)})
+    fix = hfpatch.apply(model, include=ID, verbose=False)
+    assert [e.path for e in fix.edits if e.slot == "1 + tanh"] == ["b"]
+    assert "left as they are: 'a.part' multiplies" in next(d.reason for d in fix.plan.decisions if d.patch == ID)
+
+
+class Added(Film):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + (1 + torch.tanh(self.proj(h)))
+
+
+class Factor(Film):
+    def forward(self, h: Tensor) -> Tensor:
+        return (1 + torch.tanh(self.proj(h))).unsqueeze(0)
+
+
+class ByFactor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = Factor(one_plus_torch)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.factor(h)[0]
+
+
+def test_a_sum_has_to_take_part_in_a_product() -> None:
+    (found,) = hfpatch.plan(Model(Added(one_plus_torch)), only="sigmoid*").decisions
+    assert (found.decided, found.reason) == ("not needed", "no product with 1 + tanh was seen in added modules")
+    assert [e.path for e in hfpatch.plan(Model(ByFactor()), only=ID).edits] == ["part.factor"]
+    (found,) = hfpatch.plan(nn.ModuleList([Factor(one_plus_torch), tiny_model("llama")]), only="sigmoid*").decisions
+    assert found.decided == "refused"
+    assert "'0' gives 1 + tanh out: if that becomes a factor, name it" in found.reason
+
+
+class Root(nn.Module):
+    """A composite whose own forward modulates."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__()
+        self.llm = llm
+        self.scale = nn.Linear(WIDTH, 32)
+
+    def forward(self, features: Tensor) -> Tensor:
+        h = 1 + torch.tanh(self.scale(features))
+        return self.llm(inputs_embeds=h * h).logits
+
+
+class MyLlama(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = zeroed(nn.Linear(config.vocab_size, config.vocab_size))
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, **kwargs)
+        out.logits = out.logits * (1 + torch.tanh(self.scale(out.logits)))
+        return out
+
+
+def test_the_object_itself_and_a_subclass_of_a_model() -> None:
+    model = Root(tiny_model("llama"))
+    features = torch.randn(1, 3, WIDTH)
+    fix = apply(model)
+    assert [e.path for e in fix.edits] == [""]
+    h = 0.5 + torch.sigmoid(model.scale(features))
+    assert torch.allclose(model(features), model.llm(inputs_embeds=h * h).logits, atol=1e-5)
+    own = MyLlama(tiny_model("llama").config).eval()
+    stock = own(ids_of()).logits
+    (found,) = [d for d in hfpatch.plan(own).decisions if d.patch == ID]
+    assert ([e.path for e in found.edits], found.effect) == ([""], "changes-function")
+    apply(own)
+    assert torch.equal(own(ids_of()).logits, stock)
+    nn.init.normal_(own.scale.weight)
+    assert not torch.allclose(own(ids_of()).logits, stock)
+
+
+@pytest.mark.parametrize("modules", [3, [3], None])
+def test_modules_that_are_none(modules: Any) -> None:
+    with pytest.raises(InputError, match="modules: want paths, globs or modules, got"):
+        apply(Model(Film(one_plus_torch)), modules=modules)
+    with pytest.raises(InputError, match="a Linear that is not part of this model"):
+        apply(Model(Film(one_plus_torch)), modules=nn.Linear(1, 1))

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hfpatch
-from hfpatch.errors import ConflictError, InputError, RefusedError
+from hfpatch.errors import ConflictError, InputError, RefusedError, RevertError
 from hfpatch.model import projector as projectors
 from hfpatch.model.survey import Survey
 from hfpatch.model.tiny import SpeechLLM, tiny_model, trained_speech_llm
@@ -352,7 +352,13 @@ def test_weights_that_cannot_be_drawn_anew() -> None:
         ({"std": -1}, "std: want a positive number, got -1"),
         ({"std": float("nan")}, "std: want a positive number, got nan"),
         ({"input_rms": None}, "input_rms: want a positive number, got None"),
-        ({"seed": "x"}, "seed: want an integer of 0 or more, got 'x'"),
+        ({"seed": "x"}, r"seed: want an integer from 0 to 2\*\*62 - 1, got 'x'"),
+        ({"seed": True}, "got True"),
+        ({"seed": 2**70}, "seed: want an integer from 0"),
+        ({"std": True}, "std: want a positive number, got True"),
+        ({"backbone": "x"}, r"backbone: no submodel 'x'; there are 'llm' \(llama\)"),
+        ({"modules": 3}, "modules: want paths, globs or modules, got int 3"),
+        ({"modules": nn.Linear(2, 2)}, "modules: a Linear that is not part of this model"),
         ({"modules": "nothing.here"}, "no module's path matches 'nothing.here'"),
     ],
 )
@@ -370,3 +376,155 @@ def test_weights_that_are_not_loaded_and_several_language_models() -> None:
 
 def test_trained_speech_llm_of_the_cases_is_trained() -> None:
     assert not default_init(trained_speech_llm(tiny_model("llama")).speech_proj)
+
+
+# --- what speaks for a projector, and what its module puts out ---
+
+
+class Pooler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(32, 32)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(h))
+
+
+class Shift(nn.Module):
+    """A modulation by 1 + tanh, with a linear layer of the embeddings' width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(24, 32)
+
+    def forward(self, h: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return h * (1 + torch.tanh(self.proj(c)))
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh()),
+    "pooler": Pooler,
+    "mlp": lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)),
+    "time": lambda: nn.Sequential(nn.Linear(1, 32), nn.SiLU(), nn.Linear(32, 32)),
+    "contrast": lambda: nn.Linear(8, 32),
+    "prefix": lambda: nn.Linear(8, 32),
+    "shift": Shift,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_for_which_nothing_speaks_are_not_drawn_unasked(name: str) -> None:
+    model = nn.ModuleDict({name: OTHERS[name](), "llm": tiny_model("llama")})
+    before = fingerprint(model)
+    assert decision(model).decided in ("opt-in", "not needed")
+    assert not [e for e in hfpatch.apply(model, include="suggested", verbose=False).edits if "tensor" in e.slot]
+    hfpatch.revert(model)
+    assert fingerprint(model) == before
+
+
+def test_a_projector_beside_all_of_them_is_the_one() -> None:
+    model = SpeechLLM(tiny_model("llama"))
+    for name, make in OTHERS.items():
+        model.add_module(name, make())
+    assert {e.path for e in decision(model).edits} == {"speech_proj"}
+    assert decision(model).decided == "applied"
+
+
+def test_a_layer_nothing_speaks_for_can_be_named() -> None:
+    model = nn.ModuleDict({"prefix": nn.Linear(8, 32), "llm": tiny_model("llama")})
+    assert "neither its name nor an encoder or a norm" in decision(model).reason
+    assert {e.path for e in hfpatch.plan(model, only=ID).edits} == {"prefix"}
+    assert decision(model, options=options(modules=model["prefix"])).decided == "applied"
+
+
+def test_a_misfit_is_said_and_nothing_else_drawn() -> None:
+    model = nn.ModuleDict({"proj": nn.Linear(24, 48), "prefix": nn.Linear(8, 32), "llm": tiny_model("llama")})
+    found = decision(model)
+    assert (found.decided, found.reason[:26]) == ("refused", "proj puts out 48 features,")
+    model["speech"] = nn.Linear(24, 32)
+    found = decision(model)
+    assert {e.path for e in found.edits} == {"speech"}
+    assert "left as it is: proj puts out 48 features" in found.reason
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(24, 32)
+        self.b = nn.Linear(24, 32)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.a(h) * torch.sigmoid(self.b(h))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(24, 32)
+        self.b = nn.Linear(32, 32)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        x = self.a(h)
+        return x + self.b(torch.relu(x))
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(24, 32)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.a(h), 0.1, self.training).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "make", [Gated, Residual, lambda: nn.Sequential(nn.Linear(24, 32), nn.LayerNorm(32)), lambda: Refuses(Residual())]
+)
+def test_where_something_follows_the_layer_it_is_refused(make: Callable[[], nn.Module]) -> None:
+    model = speech(make())
+    found = decision(model)
+    assert found.decided == "refused" or isinstance(model.speech_proj, Refuses)
+    assert not found.edits or found.decided == "opt-in"
+    if not isinstance(model.speech_proj, Refuses):
+        assert "something follows it, so the size of the outputs is not set by its weight" in found.reason
+        with pytest.raises(RefusedError, match="something follows it"):
+            hfpatch.plan(model, only=ID, options=options(modules="speech_proj"))
+
+
+class Refuses(nn.Module):
+    """Raises an exception of its own where it is not called as it wants to be."""
+
+    class Mine(Exception):
+        pass
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, _features: torch.Tensor) -> torch.Tensor:
+        raise self.Mine
+
+
+def test_a_projector_seen_through_views() -> None:
+    assert decision(speech(Viewed())).decided == "applied"
+
+
+def test_one_layer_that_cannot_be_run_alone_is_only_offered() -> None:
+    found = decision(speech(Refuses(nn.Linear(24, 32))))
+    assert (found.decided, "cannot be run alone" in found.reason) == ("opt-in", True)
+
+
+@pytest.mark.parametrize("slot", ["bias", "weight"])
+def test_a_tensor_that_is_gone_or_of_another_shape_is_an_obstacle_until_named(slot: str) -> None:
+    model = SpeechLLM(tiny_model("llama"))
+    fix = hfpatch.apply(model, only=ID, verbose=False)
+    if slot == "bias":
+        model.speech_proj.bias = None
+    else:
+        model.speech_proj.weight = nn.Parameter(torch.zeros(3, 5))
+    says = "tensor bias is gone" if slot == "bias" else r"tensor weight is of shape \(3, 5\)"
+    with pytest.raises(RevertError, match=says):
+        fix.revert()
+    hfpatch.revert(model, only=ID)
+    assert not hfpatch.status(model)
+    assert slot == "bias" or torch.equal(model.speech_proj.weight, torch.zeros(3, 5))

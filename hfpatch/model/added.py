@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -87,17 +88,20 @@ def _differing(survey: Survey, submodel: Submodel) -> Iterable[tuple[str, nn.Mod
 
 
 def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str, nn.Module]]:
-    """The submodel's modules as a reference build would name them, without adapters and what they hold."""
+    """The submodel's modules as a reference build would name them, without adapters and what they hold.
+
+    What PEFT holds as `modules_to_save` runs in the place of the module it was copied from, and counts as it.
+    """
     out: list[tuple[tuple[str, str], str, nn.Module]] = []
     start = len(submodel.path) + 1 if submodel.path else 0
-    skip: tuple[str, ...] = ()
+    skip = "\n"  # in no path
     for path, module in survey.below(submodel.path):
-        if path.startswith(skip or ("\n",)):
+        if path.startswith(skip) and not path.startswith(f"{skip}modules_to_save."):
             continue
         if type(module).__module__.startswith(ADAPTERS):
-            skip = (f"{path}.",)
+            skip = f"{path}."
             continue
-        relative = path[start:]
+        relative = re.sub(r"\.modules_to_save\.[^.]+", "", path[start:])
         if "_orig_mod" in relative:
             relative = ".".join(name for name in relative.split(".") if name != "_orig_mod")
         out.append(((_generic(relative), _class_name(module)), path, module))

@@ -29,15 +29,22 @@ class Modulation(nn.Module):
         nn.init.zeros_(self.b_add.weight)
         nn.init.zeros_(self.b_mult.weight)
 
-    def forward(self, h: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Modulate `h [..., width]`, by `x` of the same shape where it is given."""
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Modulate `h [..., width]`."""
         low_rank = self.a_proj(h)
-        vector = self.b_mult(low_rank) if x is None else x
-        return h * (1 + torch.tanh(vector)) + self.b_add(low_rank)
+        return h * (1 + torch.tanh(self.b_mult(low_rank))) + self.b_add(low_rank)
 
-    def scaled(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What the module makes of `h` for a modulation vector `x`."""
-        return self(h, x)
+    def scaled(self, h: torch.Tensor, by: float) -> torch.Tensor:
+        """What the module makes of `h` where the modulation vector is `by` throughout."""
+
+        def fill(_module: nn.Module, _args: Any, out: Any) -> torch.Tensor:
+            return torch.full_like(out, by)
+
+        hook = self.b_mult.register_forward_hook(fill)
+        try:
+            return self(h)
+        finally:
+            hook.remove()
 
 
 class Gate(nn.Module):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from hfpatch.errors import InputError, RefusedError
+from hfpatch.errors import RefusedError
+from hfpatch.model import evidence
 from hfpatch.model.embed import find_embedding
+from hfpatch.model.named import paths as paths_named
+from hfpatch.model.noise import Run, rms, run_on_noise
 from hfpatch.model.survey import Submodel, Survey
 from hfpatch.model.untouched import default_init, untouched
 
@@ -24,9 +25,6 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HOLDS = frozenset({"base_layer", "original_module", "modules_to_save", "base_model", "model"})
 """Names under which PEFT's modules hold a model's own ones; everything else in them is an adapter."""
-
-PROBE_FAILS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, LookupError)
-"""What a module raises that is not made to be called with one tensor of features."""
 
 ROWS = 4096
 """Token ids, and frames of noise, that are measured."""
@@ -41,12 +39,18 @@ class Projector:
         layer: The layer that writes the embeddings.
         inside: The projector: the layer itself, or the module that runs earlier layers before it.
         copies: Every copy with its path, the first included.
+        at: Path of `inside`.
+        ends: Whether the projector puts out what the layer does; None where it cannot be run.
+        evidence: What speaks for its being a projector (a name, or the path of what stands before it); may be empty.
     """
 
     path: str
     layer: nn.Linear
     inside: nn.Module
     copies: tuple[tuple[str, nn.Linear], ...]
+    at: str = ""
+    ends: bool | None = True
+    evidence: str = ""
 
 
 def width(backbone: Submodel) -> int | None:
@@ -75,11 +79,6 @@ def embedding_rms(survey: Survey, backbone: Submodel) -> float | None:
     return _once(survey, ("embedding", backbone.path), measure)
 
 
-def rms(values: torch.Tensor) -> float:
-    """Root of the mean square, in float64."""
-    return math.sqrt(float(values.detach().double().square().mean()))
-
-
 def proved(survey: Survey, projector: Projector) -> bool:
     """Whether it is provably untouched: copies that PEFT keeps of one layer are judged together."""
 
@@ -99,8 +98,8 @@ def input_rms(survey: Survey, projector: Projector, outer: float) -> float:
     """
     if projector.inside is projector.layer:
         return outer
-    calls = _once(survey, ("probe", projector.path, outer), lambda: _probe(projector.inside, outer))
-    return calls.get(_place(projector.inside, projector.layer)) or outer
+    run = _once(survey, ("probe", id(projector.inside), outer), lambda: run_on_noise(projector.inside, outer))
+    return run.reads.get(_place(projector.inside, projector.layer)) or outer
 
 
 def output_rms(survey: Survey, projector: Projector, outer: float) -> float:
@@ -109,29 +108,72 @@ def output_rms(survey: Survey, projector: Projector, outer: float) -> float:
     return input_rms(survey, projector, outer) * float(weight.norm()) / math.sqrt(projector.layer.out_features)
 
 
-def choose(survey: Survey, backbone: Submodel, modules: Iterable[str]) -> tuple[Projector, ...]:
-    """The one projector that feeds a language model, or those that are named by path or glob.
+def choose(
+    survey: Survey, backbone: Submodel, modules: Iterable[str], other: Iterable[str] = ()
+) -> tuple[Projector, ...]:
+    """The one projector that feeds a language model, or those that are named by path.
+
+    One for which something speaks goes before others. If there is none, what looks like one and does not fit is a
+    refusal, and a layer for which nothing speaks is taken: see `Projector.evidence`.
+
+    Args:
+        survey: Of the object.
+        backbone: The language model.
+        modules: Paths that are named; none for what is found.
+        other: Paths of modules that are something else.
 
     Raises:
         RefusedError: There are several and none is named, or one does not fit.
-        InputError: A name that matches no module.
     """
     if modules:
         named_ones = _once(survey, ("named", *modules), lambda: tuple(_named(survey, backbone, modules)))
         _check_writable(survey, named_ones)
         return named_ones
-    chosen = _once(survey, ("found", backbone.path), lambda: found(survey, backbone))
+    fit = [p for p in _candidates(survey, backbone, other) if p.ends is not False]
+    strong = [p for p in fit if p.evidence]
+    sayings = unfit(survey, backbone, other)
+    telling = [text for text, speaks in sayings if speaks or not fit]
+    if not strong and telling:
+        raise RefusedError(telling[0])
+    chosen = tuple(strong or fit)
     if len(chosen) > 1:
         paths = [p.path for p in chosen]
         raise RefusedError(
             f"several layers may be the projector: {', '.join(paths)}; "
             f'name those meant with options={{"projection-init": {{"modules": {paths[:1]!r}}}}}'
         )
-    unfit = [] if chosen else misfits(survey, backbone)
-    if unfit:
-        raise RefusedError(_misfit(backbone, *unfit[0]))
     _check_writable(survey, chosen)
     return chosen
+
+
+def unfit(survey: Survey, backbone: Submodel, other: Iterable[str] = ()) -> list[tuple[str, bool]]:
+    """Sentences on layers that may have been meant as a projector and do not fit; True if something speaks for it."""
+    out = [
+        (_not_the_end(p.at, p.path), True)
+        for p in _candidates(survey, backbone, other)
+        if p.ends is False and p.evidence
+    ]
+    for path, module in misfits(survey, backbone):
+        if not _within(path, other):
+            at, inside = _inside(survey, path)
+            out.append((_misfit(backbone, path, module), bool(_evidence(survey, backbone, path, at, inside, None))))
+    return out
+
+
+def _candidates(survey: Survey, backbone: Submodel, other: Iterable[str]) -> list[Projector]:
+    every = _once(survey, ("found", backbone.path), lambda: found(survey, backbone))
+    return [p for p in every if not _within(p.path, other)]
+
+
+def _within(path: str, others: Iterable[str]) -> bool:
+    return any(path == o or path.startswith(f"{o}.") for o in others)
+
+
+def _not_the_end(at: str, path: str) -> str:
+    return (
+        f"what {at} puts out is not what {path} does, its last linear layer: something follows it, so the size of the "
+        f"outputs is not set by its weight; name {path} itself in the option modules to draw it all the same"
+    )
 
 
 def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
@@ -152,13 +194,8 @@ def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
                 raise RefusedError(f"the weight of {path} is also that of {other}: untie them first")
 
 
-def _named(survey: Survey, backbone: Submodel, patterns: Iterable[str]) -> Iterator[Projector]:
-    hits: list[str] = []
-    for pattern in patterns:
-        paths = fnmatch.filter([p for p in survey.modules if p], pattern)
-        if not paths:
-            raise InputError(f"options: projection-init: modules: no module's path matches {pattern!r}")
-        hits += [p for p in paths if p not in hits]
+def _named(survey: Survey, backbone: Submodel, modules: Iterable[str]) -> Iterator[Projector]:
+    hits = [p for p in paths_named(survey, tuple(modules), "projection-init: modules") if p]
     for path in hits:
         if any(path.startswith(f"{other}.") for other in hits):
             continue
@@ -169,6 +206,8 @@ def _named(survey: Survey, backbone: Submodel, patterns: Iterable[str]) -> Itera
             raise RefusedError(_misfit(backbone, path, survey.modules[path]))
         if projector.layer.out_features != width(backbone):
             raise RefusedError(_misfit(backbone, projector.path, projector.layer))
+        if projector.ends is False:
+            raise RefusedError(_not_the_end(path, projector.path))
         yield projector
 
 
@@ -195,11 +234,41 @@ def found(survey: Survey, backbone: Submodel) -> tuple[Projector, ...]:
         if not isinstance(layer, nn.Linear) or layer.out_features != size or _in_list(survey, path):
             continue
         at, inside = _inside(survey, path)
-        if inside is layer and layer.in_features == size and not _encoder_of(survey, backbone, layer.in_features):
+        beside = [getattr(s.model.config, "hidden_size", None) for s in evidence.encoders(survey, backbone)]
+        may_be_head = _reads(survey, at, inside) == size and size not in beside
+        if may_be_head and (inside is layer or not _evidence(survey, backbone, path, at, inside, size)):
             continue
         if path in _last(survey, at, inside):
             kept.setdefault(_without_copy(path), []).append((path, layer, inside))
-    return tuple(_projector(each) for each in kept.values())
+    return tuple(_speaking(survey, backbone, _projector(each)) for each in kept.values())
+
+
+def _speaking(survey: Survey, backbone: Submodel, projector: Projector) -> Projector:
+    """The projector, with what speaks for it and whether it ends its module."""
+    path, inside = projector.path, projector.inside
+    at = _inside(survey, path)[0]
+    speaks = _evidence(survey, backbone, path, at, inside, width(backbone))
+    ends = True if inside is projector.layer else _run(survey, at, inside).ends
+    return replace(projector, at=at, ends=ends, evidence=speaks)
+
+
+def _evidence(survey: Survey, backbone: Submodel, path: str, at: str, inside: nn.Module, size: int | None) -> str:
+    whole, outer = _without_copy(path).split("."), at.split(".")
+    first = min(len(outer), len(whole)) - 1
+    if first and isinstance(survey.modules.get(".".join(whole[:first])), (nn.ModuleList, nn.ModuleDict)):
+        first -= 1
+    names = [*whole[first:], evidence.own_name(inside)]
+    if evidence.is_otherwise(names):
+        return ""
+    reads = _reads(survey, at, inside)
+    return evidence.by_name(names) or (evidence.by_place(survey, backbone, at, reads, size) if reads else "")
+
+
+def _reads(survey: Survey, at: str, inside: nn.Module) -> int:
+    """Features that a projector reads: those of the linear layer it calls first, or that is defined first."""
+    linears = {p: m for p, m in survey.below(at) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)}
+    called = [] if inside in linears.values() else [f"{at}.{name}" for name in _run(survey, at, inside).reads]
+    return next((linears[p].in_features for p in (*called, *linears) if p in linears), 0)
 
 
 def named(survey: Survey, path: str) -> Projector | None:
@@ -211,9 +280,11 @@ def named(survey: Survey, path: str) -> Projector | None:
         return Projector(path, module, inside, ((path, module),))
     if not linears:
         return None
-    last = linears[-1][0] if _is_peft(module) else _last(survey, path, module)[-1]
+    peft = _is_peft(module)
+    last = linears[-1][0] if peft else _last(survey, path, module)[-1]
     own = [(p, m) for p, m in linears if _without_copy(p) == _without_copy(last)]
-    return _projector([(p, m, m if _is_peft(module) else module) for p, m in own])
+    ends = True if peft or isinstance(module, (nn.ModuleList, nn.ModuleDict)) else _run(survey, path, module).ends
+    return replace(_projector([(p, m, m if peft else module) for p, m in own]), at=path, ends=ends)
 
 
 def misfits(survey: Survey, backbone: Submodel) -> list[tuple[str, nn.Module]]:
@@ -273,49 +344,16 @@ def _last(survey: Survey, at: str, inside: nn.Module) -> list[str]:
     paths = [p for p, m in survey.below(at) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)]
     if len(paths) < 2:
         return paths
-    called = [f"{at}.{name}" for name in _once(survey, ("probe", at, 1.0), lambda: _probe(inside, 1.0))]
+    called = [f"{at}.{name}" for name in _run(survey, at, inside).reads]
     return called[-1:] or paths
 
 
-def _probe(module: nn.Module, outer: float) -> dict[str, float]:
-    """RMS of what each linear layer in a module reads, in the order of the calls, when it reads noise.
-
-    Runs a float32 copy in evaluation mode; random state and module stay as they are. Empty if that fails.
-    """
-    seen: dict[str, float] = {}
-    if any(p.is_meta or hasattr(p, "device_mesh") for p in module.parameters()):
-        return seen
-
-    def watch(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.pop(name, None)  # of several calls, the last
-            seen[name] = rms(args[0])
-
-        return hook
-
-    widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for size in widths:  # of the layer that reads the features, which need not be defined first
-            seen.clear()
-            try:
-                tried = copy.deepcopy(module).cpu().float().eval()
-                for name, layer in tried.named_modules():
-                    if isinstance(layer, nn.Linear):
-                        layer.register_forward_pre_hook(watch(name))
-                tried(torch.randn(1, 256, size, generator=torch.Generator().manual_seed(0)) * outer)
-            except PROBE_FAILS:
-                continue
-            return seen
-    return {}
+def _run(survey: Survey, at: str, inside: nn.Module) -> Run:
+    return _once(survey, ("probe", id(inside), 1.0), lambda: run_on_noise(inside, 1.0))
 
 
 def _place(outer: nn.Module, inner: nn.Module) -> str:
     return next((name for name, module in outer.named_modules() if module is inner), "")
-
-
-def _encoder_of(survey: Survey, backbone: Submodel, size: int) -> bool:
-    others = [s for s in survey.submodels if not f"{backbone.path}.".startswith(f"{s.path}." if s.path else "")]
-    return any(getattr(s.model.config, "hidden_size", None) == size for s in others)
 
 
 def _in_list(survey: Survey, path: str) -> bool:

@@ -67,7 +67,8 @@ def tiny_config(architecture: str, **overrides: Any) -> Any:
 
 
 def _known(have: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in wanted.items() if hasattr(have, k) or k in have.attribute_map}
+    computed = {k for k in wanted if isinstance(p := getattr(type(have), k, None), property) and p.fset is None}
+    kept = {k: v for k, v in wanted.items() if k not in computed and (hasattr(have, k) or k in have.attribute_map)}
     if "head_dim" not in kept:
         kept.pop("query_pre_attn_scalar", None)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

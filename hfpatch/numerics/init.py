@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from hfpatch.errors import InputError
+
+
+def check_draw(std: Any, seed: Any, input_rms: Any) -> None:
+    """Check what a caller says of a draw; `std` may be None.
+
+    Raises:
+        InputError: `std` or `input_rms` is no positive number, or `seed` no integer that a generator takes.
+    """
+    for name, value in (("std", std), ("input_rms", input_rms)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and 0 < value < math.inf) and (value is not None or name != "std"):
+            raise InputError(f"options: projection-init: {name}: want a positive number, got {value!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**62:
+        raise InputError(f"options: projection-init: seed: want an integer from 0 to 2**62 - 1, got {seed!r}")
 
 
 @dataclass(frozen=True)

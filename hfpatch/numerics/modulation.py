@@ -28,13 +28,14 @@ def check_bounds(low: Any, high: Any) -> tuple[float, float]:
     """The bounds as floats.
 
     Raises:
-        InputError: They are no finite numbers, or 1 does not lie between them.
+        InputError: They are no finite numbers, low is not above 0, or 1 does not lie between them, as float32 has them.
     """
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in (low, high))
-    if not numbers or not low < 1 < high:
+    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < 1e38 for v in (low, high))
+    if not numbers or not 1e-37 < low < 1 - 1e-7 < 1 + 2e-7 < high:
         raise InputError(
-            f"modulation bounds low={low!r}, high={high!r}: 1 must lie strictly between them, because a factor that "
-            f"cannot be 1 changes the model before anything is trained; take e.g. low={LOW}, high={HIGH}"
+            f"modulation bounds low={low!r}, high={high!r}: want 0 < low < 1 < high, finite and apart in float32; 1 "
+            "must lie strictly between them, because a factor that cannot be 1 changes the model before anything is "
+            f"trained, and one that reaches 0 lets nothing through; take e.g. low={LOW}, high={HIGH}"
         )
     return float(low), float(high)
 

@@ -71,45 +71,59 @@ class Hook(Kind):
 class TensorInPlace(Kind):
     """A parameter's or buffer's values are replaced; the tensor stays the same object.
 
-    `record.after` is a function of the old values, `record.before` the old values.
+    `record.after` is a function of the old values, `record.before` the old values. Where the tensor is gone, or has
+    another shape since, there is nothing to put them back into: undone by name, the record is dropped.
     """
 
     trains = True
 
     def now(self, module: nn.Module, slot: str) -> Any:
         tensor = _tensor(module, slot)
-        return ABSENT if tensor.is_meta else f"std {float(tensor.detach().float().std(correction=0)):.3g}"
+        if tensor is None or tensor.is_meta:
+            return ABSENT
+        return f"std {float(tensor.detach().float().std(correction=0)):.3g}"
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
-        return _tensor(module, slot).detach().clone()
+        tensor = _tensor(module, slot)
+        return ABSENT if tensor is None else tensor.detach().clone()
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        _put(_tensor(module, record.slot), record.after(record.before))
+        _put(module, record, record.after(record.before))
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        _put(_tensor(module, record.slot), record.before)
+        _put(module, record, record.before)
 
     def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
-        now = _tensor(module, record.slot).detach()
+        tensor = _tensor(module, record.slot)
+        if tensor is None:
+            return "gone"
+        if tensor.shape != record.before.shape:
+            return f"of shape {tuple(tensor.shape)}"
+        now = tensor.detach()
         as_set = record.after(record.before).to(now)
         return None if torch.equal(now, as_set) else f"trained or set since ({self.now(module, record.slot)})"
 
     def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
-        held = _tensor(module, record.slot).detach().clone()
+        tensor = _tensor(module, record.slot)
+        held = None if tensor is None else tensor.detach().clone()
         self.restore(root, module, record)
         return held
 
     def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
-        _put(_tensor(module, record.slot), held)
+        if held is not None:
+            _put(module, record, held)
 
 
-def _tensor(module: nn.Module, slot: str) -> torch.Tensor:
-    return getattr(module, slot.removeprefix("tensor "))
+def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
+    found = getattr(module, slot.removeprefix("tensor "), None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
-def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(values)
+def _put(module: nn.Module, record: Record, values: torch.Tensor) -> None:
+    tensor = _tensor(module, record.slot)
+    if tensor is not None and tensor.shape == values.shape:
+        with torch.no_grad():
+            tensor.copy_(values)
 
 
 def _hook_tables(module: nn.Module) -> tuple[tuple[dict[int, Any], tuple[dict[int, Any], ...]], ...]:

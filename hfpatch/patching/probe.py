@@ -1,9 +1,8 @@
-# frames say whose call is running, and a stand-in is put together part by part
-# pyright: reportPrivateUsage=false
 """Finds modules that multiply by 1 + tanh: runs a stand-in for each whose code may, alone, on made-up inputs.
 
-The stand-in shares the parameters and has copies of everything else: the model, its buffers, its hooks and the random
-state stay as they are. Parts that are transformers' own are not run, but give back their first tensor.
+The model, its parameters and buffers, its hooks and the random state stay as they are. One run tells whether there is
+a 1 + tanh. More runs (in training mode, of other lengths, with and without each optional argument) tell whether it is
+the only one, and whether its tanh always gets a 0 that comes out of parameters that are all zero.
 """
 
 from __future__ import annotations
@@ -11,39 +10,29 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import sys
-import types
-from collections import OrderedDict
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from hfpatch.errors import RefusedError
 from hfpatch.model.survey import Survey, is_stock
-from hfpatch.model.tanh import calls_functional_tanh, may_add_one
-from hfpatch.patching.functions import Tanh, Watch
+from hfpatch.model.tanh import calls_functional_tanh, may_add_one, mention
+from hfpatch.patching.listening import Listening, Seen, Zeros
+from hfpatch.patching.stand_in import StandIns
 
 ATTEMPTS = 96
-FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
-"""What somebody's forward may raise on inputs it was not made for; NotImplementedError is a RuntimeError."""
+LENGTHS = (1, 5, 17)
+MOST_OPTIONAL = 8
+"""Of a module with more optional arguments nothing is proved."""
 
-GELU = 0.7978845608, 0.044715
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-DROPPED = ("_hf_hook", "_old_forward", "_compiled_call_impl", "_hfpatch")
+Shapes = dict[str, Any]
+"""Shape by argument; "*0" is one by position, and a bool is given as it is."""
 
-
-@dataclass
-class Seen:
-    """One place where 1 was added to a tanh."""
-
-    owner: int
-    argument: torch.Tensor
-    sum: torch.Tensor
-    spoiled: str = ""
+TOOLS = ("peft.", "accelerate.", "torch.")
 
 
 @dataclass(frozen=True)
@@ -53,18 +42,24 @@ class Found:
     Attributes:
         path: Of the module.
         module: The module.
-        count: How often it adds 1 to a tanh in one run; 0 where it was not seen to, or could not be run.
-        untrained: Every such tanh was exactly 0 for random inputs.
+        count: How often it multiplies by 1 + tanh in one run; 0 where it was not seen to, or could not be run.
+        sums: How often it adds 1 to a tanh in one run, whatever it does with the sum.
+        untrained: Every such tanh gets zeros made by parameters that are all zero, in every run.
+        given: It gives 1 + tanh out, and nobody was seen to multiply by it.
         failure: Why it could not be run; empty where it could.
-        spoiled: Why 1 + tanh is no modulation here; empty where it is one.
+        spoiled: Why a 1 + tanh in it is no modulation; empty where all are.
+        obstacle: Why none can be replaced; empty where they can.
     """
 
     path: str
     module: nn.Module
     count: int = 0
+    sums: int = 0
     untrained: bool = False
+    given: bool = False
     failure: str = ""
     spoiled: str = ""
+    obstacle: str = ""
 
     @property
     def functional(self) -> bool:
@@ -72,48 +67,14 @@ class Found:
         return calls_functional_tanh(self.module)
 
 
-class Listening(Watch):
-    """Notes each 1 + tanh: of which module's call, of which argument, and what it is multiplied by."""
+@dataclass
+class Runs:
+    """The runs of one stand-in: what each heard, and whether all that can differ between calls was tried."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: list[Seen] = []
-
-    def one_plus(self, tanh: Tanh, run: Any) -> Any:
-        """Note it."""
-        out = run()
-        self.sums.append(Seen(_caller(), tanh.argument.detach().clone(), out))
-        return out
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As `Watch`; and look at products and quotients of the sums."""
-        out = super().__torch_function__(func, types, args, kwargs)
-        name = getattr(func, "__name__", "").strip("_").removeprefix("i")
-        if name in ("mul", "rmul", "multiply", "div", "truediv", "divide") and len(args) == 2:
-            for seen, other in ((s, b) for s in self.sums for a, b in (args, args[::-1]) if s.sum is a):
-                seen.spoiled = seen.spoiled or _spoiled(seen.argument, other)
-        return out
-
-
-def _spoiled(argument: torch.Tensor, factor: Any) -> str:
-    if isinstance(factor, (int, float)):
-        return f"1 + tanh is scaled by {factor:g} there: its middle is not 1"
-    if isinstance(factor, torch.Tensor) and factor.shape == argument.shape and not factor.is_meta:
-        for u in (factor, 2 * factor):
-            gelu = GELU[0] * (u + GELU[1] * u**3)
-            if argument.any() and torch.allclose(gelu.float(), argument.float(), rtol=0.05, atol=1e-3):
-                return "it is a GELU"
-    return ""
-
-
-def _caller() -> int:
-    """Id of the innermost module whose call is running."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and "self" in frame.f_locals:
-            return id(frame.f_locals["self"])
-        frame = frame.f_back
-    return 0
+    heard: list[list[Seen]] = field(default_factory=list[list[Seen]])
+    complete: bool = False
+    failure: str = ""
+    shapes: Shapes | None = None
 
 
 def mentions_tanh(module: nn.Module) -> bool:
@@ -121,92 +82,197 @@ def mentions_tanh(module: nn.Module) -> bool:
     return may_add_one(module)
 
 
-def modulations(survey: Survey, named: tuple[str, ...]) -> Mapping[str, Found]:
-    """What a probe finds, by path: of added modules whose code may add 1 to a tanh, and of those that are named.
+def modulations(survey: Survey, named: tuple[str, ...] = ()) -> Mapping[str, Found]:
+    """What a probe finds, by path: of the user's modules whose code may add 1 to a tanh, and of those that are named.
 
     Asked once of a survey, which lives as long as one plan.
     """
     kept = _KEPT.setdefault(survey, {})
     if named not in kept:
-        places = {path: module for path, module in survey.added.items() if mentions_tanh(module)}
+        own = {p: m for p, m in survey.modules.items() if p in survey.added or _users(m)}
+        # what PEFT keeps of a module it saves a copy of runs with adapters disabled only: that is to be stock
+        places = {p: m for p, m in own.items() if "original_module" not in p.split(".") and mentions_tanh(m)}
         places.update({path: survey.modules[path] for path in named})
-        kept[named] = {found.path: found for found in probe(places.items())}
+        kept[named] = {
+            found.path: found
+            for found in probe(places.items())
+            # what holds the model has many reasons not to run, and a 1 somewhere: its own code has to have a tanh
+            if not found.failure or found.path in named or found.path in survey.added or mention(found.module).tanh
+        }
     return kept[named]
 
 
 _KEPT: WeakKeyDictionary[Survey, dict[tuple[str, ...], dict[str, Found]]] = WeakKeyDictionary()
 
 
+def _users(module: nn.Module) -> bool:
+    """Whether a module's class is neither transformers' nor a tool's: the object passed, or a subclass of a model."""
+    return not is_stock(type(module)) and not f"{type(module).__module__}.".startswith(TOOLS)
+
+
 def probe(places: Iterable[tuple[str, nn.Module]]) -> list[Found]:
     """Run each module alone and say what was seen. A module seen inside another's run counts as run.
+
+    Of modules of one class and shape that cannot be run, the first is tried.
 
     Args:
         places: Modules with their paths.
     """
     wanted = dict(places)
-    results: dict[str, Found] = {}
-    by_path: dict[str, list[Seen]] = {}
-    zero: dict[str, bool] = {}
+    own: dict[str, Runs] = {}
+    heard: dict[int, list[list[Seen]]] = {id(m): [] for m in wanted.values()}
+    alike: dict[Any, Runs] = {}
     for path, module in wanted.items():
-        stand_ins: dict[int, nn.Module] = {}
-        copy = stand_in(module, stand_ins)
-        sums, failure = _watch(copy, module)
-        back = {id(new): old for old, new in stand_ins.items()}
-        for other_path, other in wanted.items():
-            mine = [s for s in sums if back.get(s.owner) == id(other)]
-            if mine:
-                by_path[other_path] = mine
-                zero[other_path] = all(not s.argument.is_meta and not bool(s.argument.any()) for s in mine)
-        results[path] = Found(path, module, failure=failure)
-    for path, mine in by_path.items():
-        spoiled = next((s.spoiled for s in mine if s.spoiled), "")
-        results[path] = Found(path, wanted[path], len(mine), zero[path], spoiled=spoiled)
-    return list(results.values())
+        key = type(module), tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
+        before = alike.get(key)
+        if before is not None and before.failure:
+            own[path] = before
+            continue
+        made = StandIns()
+        own[path] = alike[key] = _watch(made, module, before.shapes if before else None)
+        back = {id(new): old for old, new in made.modules.items()}
+        for run in own[path].heard:
+            by_owner: dict[int, list[Seen]] = {}
+            for seen in run:
+                by_owner.setdefault(back.get(seen.owner, 0), []).append(seen)
+            for owner, mine in by_owner.items():
+                heard.get(owner, []).append(mine)
+    return [_found(path, module, own[path], heard[id(module)]) for path, module in wanted.items()]
 
 
-def _watch(copy: nn.Module, module: nn.Module) -> tuple[list[Seen], str]:
-    """The first run that saw anything; else why none ran, empty if one did."""
-    first = next((p for p in module.parameters() if p.is_floating_point()), None)
-    dtype = torch.get_default_dtype() if first is None else first.dtype
-    device = torch.device("cpu") if first is None else first.device
-    failure = "its forward takes arguments that cannot be made up"
+def _found(path: str, module: nn.Module, own: Runs, runs: list[list[Seen]]) -> Found:
+    if not runs:
+        return Found(path, module, failure=own.failure)
+    every = [seen for run in runs for seen in run]
+    count = max(sum(s.multiplied for s in run) for run in runs)
+    spoiled = next((s.spoiled for s in every if s.spoiled), "")
+    if not spoiled and any(0 < sum(s.multiplied for s in run) < len(run) for run in runs):
+        spoiled = "another 1 + tanh there is no factor of a product"
+    return Found(
+        path,
+        module,
+        count,
+        sums=max(len(run) for run in runs),
+        untrained=own.complete and all(s.zero for s in every),
+        given=not count and any(s.given for s in every),
+        spoiled=spoiled,
+        obstacle=next((s.obstacle for s in every if s.obstacle), ""),
+    )
+
+
+class _Runner:
+    """Runs the stand-in of one module on made-up inputs."""
+
+    def __init__(self, made: StandIns, module: nn.Module) -> None:
+        first = next((p for p in module.parameters() if p.is_floating_point()), None)
+        self.dtype = torch.get_default_dtype() if first is None else first.dtype
+        self.device = torch.device("cpu") if first is None else first.device
+        sizes = [n for m in module.modules() if isinstance(n := m.__dict__.get("num_embeddings"), int)]
+        self.ids = min(sizes, default=2)
+        self.copy = made.of(module)
+        self.zeros = Zeros()
+        self.seed = 0
+
+    def heard(self, shapes: Shapes) -> list[Seen]:
+        """What one run is heard to do. Raises what the forward raises."""
+        self.seed += 1
+        inputs = {name: self._made_up(name, shape) for name, shape in shapes.items()}
+        listening = Listening(self.zeros)
+        with listening:
+            by_position = [v for k, v in inputs.items() if k.startswith("*")]
+            out = self.copy(*by_position, **{k: v for k, v in inputs.items() if not k.startswith("*")})
+        listening.given(out)
+        return listening.noted
+
+    def _made_up(self, name: str, shape: Any) -> Any:
+        if isinstance(shape, bool):
+            return shape
+        generator = torch.Generator().manual_seed(self.seed)
+        if name.endswith("ids"):
+            return torch.randint(max(self.ids, 1), shape[:2], generator=generator).to(self.device)
+        return torch.randn(shape, generator=generator).to(dtype=self.dtype, device=self.device)
+
+
+def _watch(made: StandIns, module: nn.Module, like: Shapes | None) -> Runs:
+    """Runs until one sees a 1 + tanh, and then those that differ from it. `like`: shapes that are tried first."""
+    runs = Runs(failure="its forward takes arguments that cannot be made up")
     ran = False
-    forked = [device] if device.type == "cuda" else []
-    no_autocast = contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-    with torch.random.fork_rng(devices=forked), torch.no_grad(), no_autocast:
-        for attempt, shapes in enumerate(itertools.islice(_inputs(copy, module), ATTEMPTS)):
-            listening = Listening()
-            inputs = {name: _tensor(name, shape, attempt, dtype, device) for name, shape in shapes.items()}
+    devices = {p.device for p in module.parameters()}
+    forked = [d for d in devices if d.type == "cuda"]
+    kind = next(iter(devices), torch.device("cpu")).type
+    no_autocast = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+    # Exception, here and below: it is somebody else's forward on inputs it was not made for, and may raise anything
+    with torch.random.fork_rng(devices=forked), torch.no_grad(), no_autocast, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            runner = _Runner(made, module)
+        except Exception as error:  # noqa: BLE001
+            return Runs(failure=_said(error))
+        tries = itertools.chain([like] if like else [], _inputs(runner.copy, module))
+        for shapes in itertools.islice(tries, ATTEMPTS):
             try:
-                with listening:
-                    _call(copy, inputs)
-            except RefusedError:
-                raise
-            except FAILURES as error:
-                failure = (
-                    failure if ran else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                )
+                noted = runner.heard(shapes)
+            except Exception as error:  # noqa: BLE001
+                runs.failure = "" if ran else _said(error)
                 continue
-            ran = True
-            if listening.sums:
-                return listening.sums, ""
-    return [], "" if ran else failure
+            ran, runs.failure = True, ""
+            if noted:
+                runs.heard.append(noted)
+                runs.shapes = shapes
+                _vary(runner, module, runs, shapes)
+                break
+    return runs
 
 
-def _call(copy: nn.Module, inputs: dict[str, Any]) -> None:
-    by_position = [v for k, v in inputs.items() if k.startswith("*")]
-    copy(*by_position, **{k: v for k, v in inputs.items() if not k.startswith("*")})
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if name.endswith("ids"):
-        return torch.zeros(shape[:2], dtype=torch.long, device=device)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype=dtype, device=device)
+def _vary(runner: _Runner, module: nn.Module, runs: Runs, base: Shapes) -> None:
+    """Runs in training mode, and, as long as all looks untrained, whatever else a call may do differently."""
+
+    def more(shapes: Shapes) -> bool:
+        try:
+            runs.heard.append(runner.heard(shapes))
+        except Exception:  # noqa: BLE001
+            return False
+        return True
+
+    runner.copy.train()
+    with torch.enable_grad():
+        trained_alike = more(base)
+    runner.copy.eval()
+    runs.heard = [run for run in runs.heard if run]
+    complete = trained_alike
+    parameters = inspect.signature(runner.copy.forward).parameters
+    _, optional = _arguments(inspect.signature(runner.copy.forward))
+    flags = [n for n, p in parameters.items() if isinstance(p.default, bool)]
+    if len(optional) + len(flags) > MOST_OPTIONAL:
+        return
+    last = next((s for s in reversed(base.values()) if not isinstance(s, bool)), (1, 2, 8))
+    others = [last, *(s for w in _widths(module) for s in ((1, 2, w), (2, w)))]
+    rounds: list[list[Shapes]] = [[{**base, name: shape} for shape in dict.fromkeys(others)] for name in optional]
+    rounds += [[{k: v for k, v in base.items() if k != name}] for name in optional if name in base]
+    rounds += [[{**base, name: not parameters[name].default}] for name in flags]
+    rounds += [[{k: _longer(v, length) for k, v in base.items()}] for length in LENGTHS]
+    needed = len(rounds) - len(LENGTHS)  # a module may be made for one length
+    for i, choices in enumerate(rounds):
+        if not all(seen.zero for run in runs.heard for seen in run):
+            return
+        ran = any(more(shapes) for shapes in choices)
+        complete = complete and (ran or i >= needed)
+    runs.heard = [run for run in runs.heard if run]
+    runs.complete = complete
 
 
-def _inputs(copy: nn.Module, module: nn.Module) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Shapes by argument, likely ones first; optional arguments are given in a second round."""
+def _longer(shape: Any, length: int) -> Any:
+    if isinstance(shape, bool) or len(shape) < 2:
+        return shape
+    return (shape[0], length, *shape[2:]) if len(shape) > 2 else (length, shape[1])
+
+
+def _inputs(copy: nn.Module, module: nn.Module) -> Iterator[Shapes]:
+    """Shapes by argument, likely ones first; optional arguments are given in later rounds."""
     try:
         signature = inspect.signature(copy.forward)
     except (TypeError, ValueError):
@@ -214,10 +280,10 @@ def _inputs(copy: nn.Module, module: nn.Module) -> Iterator[dict[str, tuple[int,
     required, optional = _arguments(signature)
     widths = list(dict.fromkeys([*_widths(module), 8]))
     shapes = [s for w in widths for s in ((1, 2, w), (2, w))]
-    if any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules()):
+    if any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in module.modules()):
         shapes += [(1, w, 8, 8) for w in widths] + [(1, w, 8) for w in widths]
-    rounds = [required] if not optional else [required, [*required, *optional]]
-    for names in rounds:
+    rounds = [required] if not optional else [required, [*required, optional[0]], [*required, *optional]]
+    for names in {tuple(names): names for names in rounds}.values():
         if not names:
             yield {}
             continue
@@ -257,46 +323,3 @@ def _widths(module: nn.Module) -> Iterator[int]:
     for parameter in module.parameters():
         if parameter.ndim:
             yield parameter.shape[-1]
-
-
-class Through(nn.Module):
-    """Stands for a part that is transformers' own: gives back its first tensor."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first tensor among the arguments."""
-        return next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
-
-
-def stand_in(module: nn.Module, made: dict[int, nn.Module], *, inner: bool = False) -> nn.Module:
-    """A module with the same parameters, copied buffers and no hooks, in evaluation mode, parts alike.
-
-    Args:
-        module: What it stands for.
-        made: Filled: id of each original -> its stand-in.
-        inner: It is a part; transformers' own parts are replaced.
-    """
-    if id(module) in made:
-        return made[id(module)]
-    if inner and is_stock(type(module)):
-        made[id(module)] = Through()
-        return made[id(module)]
-    new = type(module).__new__(type(module))
-    made[id(module)] = new
-    own = {k: v for k, v in module.__dict__.items() if k not in DROPPED}
-    for name in HOOKS:
-        hooks = own.get(name) or {}
-        own[name] = OrderedDict((k, h) for k, h in hooks.items() if type(h).__module__.startswith("torch.nn.utils."))
-    own["_parameters"] = dict(module._parameters)
-    own["_buffers"] = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
-    own["_modules"] = {}
-    own["training"] = False
-    forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    own.pop("forward", None)
-    new.__dict__.update(own)
-    if isinstance(forward, types.MethodType) and forward.__self__ is module:
-        new.__dict__["forward"] = types.MethodType(forward.__func__, new)
-    elif forward is not None:
-        new.__dict__["forward"] = forward
-    for name, child in module._modules.items():
-        new._modules[name] = None if child is None else stand_in(child, made, inner=True)
-    return new

@@ -7,25 +7,26 @@ Gemma 3 270M (which scales inside its embedding module), 0.14 in SmolLM2 135M. T
 are drowned, until training has moved the projector that far.
 
 ## What this changes
-The weight of the linear layer that writes the embeddings is drawn anew, normal with mean 0, and its bias
-becomes 0. The std is chosen so that the outputs have the RMS of the token embeddings as the language model
-sees them: rms / (rms of what the layer reads * sqrt(fan_in)); `std` fixes it. A bare apply does so only where
-the layer provably holds torch's own initial values and may train: every float32 value lies on the lattice
-torch draws from, which one optimizer step leaves. Any other projector is re-drawn only when the patch is
-named. LoRA matrices never are. Of a projector of several layers the last is meant.
+The weight of the linear layer that writes the embeddings is drawn anew, normal with mean 0, and its bias becomes 0.
+The std is chosen so that the outputs have the RMS of the token embeddings as the language model sees them:
+rms / (rms of what the layer reads * sqrt(fan_in)); `std` fixes it. A bare apply does so only where the layer provably
+holds torch's own initial values and may train (every float32 value lies on the lattice torch draws from, which one
+optimizer step leaves), something speaks for its being a projector (a name such as proj, connector, speech; an encoder
+or a norm of the width it reads), and the module around it puts out what the layer does. Any other is re-drawn only
+when the patch is named; LoRA matrices and layers of a 1 + tanh modulation never are. Of several layers the last is
+meant; where a norm, a gate or a residual path follows it, that is a refusal.
 
 ## Numerics
-prepares on an untouched projector, reinitialises on any other. The RMS is met to sampling error: on
-Gemma 3 270M to 0.1 % by one layer, to 1.1 % by two. The projector is assumed to read
-features of RMS 1, as a norm before it gives (`input_rms` says otherwise); the layers before the last are run on
-noise of that RMS to measure what it reads.
+prepares on an untouched projector, reinitialises on any other. The RMS is met to sampling error: on Gemma 3 270M to
+0.1 % by one layer, to 1.1 % by two. The projector is assumed to read features of RMS 1, as a norm before it gives
+(`input_rms` says otherwise); the layers before the last are run on noise of that RMS to measure what it reads.
 
 ## Known limits
-An untouched projector behind which something was trained looks untouched, and so does one of which a step moved
-a few elements only and by chance to other lattice points. In half precision, in float64 and
-below some 50 weights nothing is provable. The lattice was checked on CPUs and on one H200. Convolutions and
-sharded layers are refused; so are several projectors, of which `options={"projection-init": {"modules":
-["path"]}}` names one.
+An untouched projector behind which something was trained looks untouched, and so does one of which a step moved a few
+elements only and by chance to other lattice points. In half precision, in float64 and below some 50 weights nothing is
+provable. The lattice was checked on CPUs and on one H200. Convolutions and sharded layers are refused; so are several
+projectors, of which `options={"projection-init": {"modules": ["path"]}}` names one. What follows a layer in the
+forward of the object itself is not seen.
 
 ## Sources
 The SALMONN-style speech LLMs that set std 0.02 by hand; `at::transformation::uniform_real` and
@@ -35,7 +36,7 @@ The SALMONN-style speech LLMs that set std 0.02 by hand; `at::transformation::un
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,17 +54,19 @@ def condition(context: Context) -> Verdict:
     from torch import nn
 
     from hfpatch.errors import RefusedError
-    from hfpatch.model.projector import embedding_rms, output_rms, proved
+    from hfpatch.model.named import check_submodel
+    from hfpatch.model.projector import embedding_rms, output_rms, unfit
+    from hfpatch.numerics.init import check_draw
 
-    _check(context.options)
-    survey, backbone = context.survey, context.submodel
+    survey, backbone, options = context.survey, context.submodel, context.options
+    check_draw(options["std"], options["seed"], options["input_rms"])
+    check_submodel(survey, options["backbone"], "projection-init: backbone")
     if backbone is None or context.feeds != backbone.path:
         if context.feeds is None and any(isinstance(m, nn.Linear) for m in context.added.values()):
             paths = [s.path for s in survey.submodels]
-            return Refused(
-                f"which language model projectors feed cannot be told: set the option backbone to one of {paths}"
-            )
+            return Refused(f"which language model is fed cannot be told: set the option backbone to one of {paths}")
         return NotNeeded("no added projector feeds it")
+    named = _named(context)
     try:
         chosen = projectors(context)
     except RefusedError as error:
@@ -74,12 +77,24 @@ def condition(context: Context) -> Verdict:
     if not embeddings:
         why = "are all zero" if embeddings == 0 else "are not loaded, or sharded"
         return Refused(f"token embeddings of {backbone.place} {why}: apply it where they can be read")
-    outer = float(context.options["input_rms"])
+    outer = float(options["input_rms"])
     wrote = ", ".join(f"{p.path} writes RMS {output_rms(survey, p, outer):.3g}" for p in chosen)
     said = f"fed RMS {outer:g}, as after a norm, {wrote}; token embeddings as the model sees them have {embeddings:.3g}"
-    if all(proved(survey, projector) for projector in chosen):
-        return Needed(f"provably untouched; {said}")
-    return Offered(f"not provably untouched, so a new draw may forget something; {said}", suggested=False)
+    beside = [] if named else [text for text, speaks in unfit(survey, backbone, _modulated(context)) if speaks]
+    said = "; left as it is: ".join([said, *beside[:1]])
+    doubt = "" if proved_all(context, chosen) else "not provably untouched, so a new draw may forget something"
+    if not named and not chosen[0].ends:
+        doubt = f"{chosen[0].at} cannot be run alone, and may change what that puts out"
+    if not named and not chosen[0].evidence:
+        doubt = f"neither its name nor an encoder or a norm before it says that {chosen[0].path} is a projector"
+    return Offered(f"{doubt}; {said}", suggested=False) if doubt else Needed(f"provably untouched; {said}")
+
+
+def proved_all(context: Context, chosen: Iterable[Projector]) -> bool:
+    """Whether all provably hold what torch drew."""
+    from hfpatch.model.projector import proved
+
+    return all(proved(context.survey, p) for p in chosen)
 
 
 def projectors(context: Context) -> tuple[Projector, ...]:
@@ -88,27 +103,28 @@ def projectors(context: Context) -> tuple[Projector, ...]:
 
     if context.submodel is None:
         return ()
-    modules = context.options["modules"]
-    return choose(context.survey, context.submodel, (modules,) if isinstance(modules, str) else tuple(modules))
+    return choose(context.survey, context.submodel, _named(context), _modulated(context))
 
 
 def effect(context: Context, target: Target) -> Effect:
     """Prepares where the layer provably holds what torch drew."""
-    from hfpatch.model.projector import proved
-
     mine = [p for p in projectors(context) if target.path in dict(p.copies)]
-    return "prepares" if all(proved(context.survey, p) for p in mine) else "reinitialises"
+    return "prepares" if proved_all(context, mine) else "reinitialises"
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    from hfpatch.errors import InputError
+def _named(context: Context) -> tuple[str, ...]:
+    from hfpatch.model.named import paths
 
-    for name in ("std", "input_rms"):
-        value = options[name]
-        if not (isinstance(value, (int, float)) and 0 < value < math.inf) and (value is not None or name != "std"):
-            raise InputError(f"options: projection-init: {name}: want a positive number, got {value!r}")
-    if not isinstance(options["seed"], int) or options["seed"] < 0:
-        raise InputError(f"options: projection-init: seed: want an integer of 0 or more, got {options['seed']!r}")
+    return paths(context.survey, context.options["modules"], "projection-init: modules")
+
+
+def _modulated(context: Context) -> tuple[str, ...]:
+    """Paths of modules that multiply by 1 + tanh: their layers write factors, no embeddings."""
+    from hfpatch.patching.probe import modulations
+
+    home = context.submodel.path if context.submodel else ""
+    found = modulations(context.survey)
+    return tuple(p for p, f in found.items() if f.count and p and not f"{home}.".startswith(f"{p}."))
 
 
 def _draw(context: Context, target: Target) -> object:

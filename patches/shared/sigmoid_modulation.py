@@ -9,19 +9,21 @@ the published repair 0.5 + 0.5 * sigmoid(x) is 0.75 at x = 0: it shrinks every l
 In the forward of each such module 1 + tanh(x) becomes low + (high - low) * sigmoid(x + shift), with the shift at
 which it is 1 for x = 0; (0.5, 1.5) by default. `torch` and the source stay as they are: forward hooks watch the
 module's own call for a 1 that is added to a tanh. Every other tanh stays, GELUs and gates that start at 0
-(`tanh(gate) * x`) too. Modules are found among the added ones by running each, alone, on made-up inputs; others are
-named with `options={"sigmoid-modulation": {"modules": [...], "low": 0.5, "high": 1.5}}`.
+(`tanh(gate) * x`) too. Modules are found among the added ones, and the object itself, by running a copy of each, alone,
+on made-up inputs; others are named with `options={"sigmoid-modulation": {"modules": [...], "low": 0.5, "high": 1.5}}`.
 
 ## Numerics
-prepares while tanh's argument is exactly 0 for random inputs: the factor is 1 before and after, so the outputs are
-the same bits. changes-function once trained. The slope at 0 is (1 - low)(high - 1)/(high - low), 0.25 by default,
+prepares while every tanh gets zeros that come out of a linear layer, or parameter, of zeros (seen in runs of several
+lengths, in training mode, with and without each optional argument): the factor is 1 before and after, so the outputs
+are the same bits. changes-function otherwise. The slope at 0 is (1 - low)(high - 1)/(high - low), 0.25 by default,
 where that of 1 + tanh is 1. Bounds multiply: over 28 layers 1.5^28 = 85,223, more than float16 holds.
 
 ## Known limits
 1 must be added as a number to what tanh gave, directly or through casts and changes of shape: x + x * tanh(y) and
-ones + tanh(y) are not seen. A forward that checkpoints the part of itself that has them is refused when it runs; so is
-torch.nn.functional.tanh under torch.compile, which hides it. Uncompiled, each call costs one tanh more and some
-0.05 to 0.1 ms of Python (`benchmarks/modulation.py`).
+ones + tanh(y) are not seen. A forward that checkpoints the part of itself that has them is refused, in the plan where a
+run shows it, else when it runs; so is torch.nn.functional.tanh under torch.compile, which hides it. A second 1 + tanh
+in the same forward that is no modulation (a GELU) is a refusal. A branch that no run took is not judged. Uncompiled,
+each call costs one tanh more and some 0.05 to 0.1 ms of Python (`benchmarks/modulation.py`).
 
 ## Sources
 NPT-style modulation adapters on a frozen Llama; Perez et al., FiLM (arXiv:1709.07871).
@@ -29,9 +31,8 @@ NPT-style modulation adapters on a frozen Llama; Perez et al., FiLM (arXiv:1709.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hfpatch.patching import edits, select
 from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Patch, Refused, Verdict
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def probed(context: Context) -> Mapping[str, Found]:
-    """What a probe found, by path: of added modules whose code may have 1 + tanh, and of those that are named."""
+    """What a probe found, by path: of the user's modules whose code may have 1 + tanh, and of those that are named."""
     from hfpatch.patching.probe import modulations
 
     return modulations(context.survey, named(context))
@@ -53,42 +54,67 @@ def named(context: Context) -> tuple[str, ...]:
     """Paths that the option `modules` names.
 
     Raises:
-        InputError: A name matches no module.
+        InputError: A name matches no module, or is none.
     """
-    from hfpatch.errors import InputError
+    from hfpatch.model.named import paths
 
-    wanted: Any = context.options["modules"]
-    out: list[str] = []
-    for pattern in [wanted] if isinstance(wanted, str) else wanted:
-        paths = [p for p in context.survey.modules if fnmatch.fnmatchcase(p, str(pattern))]
-        if not paths:
-            raise InputError(f"options: sigmoid-modulation: modules: no module's path matches {pattern!r}")
-        out.extend(paths)
-    return tuple(dict.fromkeys(out))
+    return paths(context.survey, context.options["modules"], "sigmoid-modulation: modules")
 
 
 def condition(context: Context) -> Verdict:
-    """Needed where a module adds 1 to a tanh and the sum is a modulation."""
+    """Needed where a module multiplies by 1 + tanh and that can be replaced."""
     from hfpatch.numerics.modulation import check_bounds, product
 
     low, high = check_bounds(context.options["low"], context.options["high"])
     asked = named(context)
     found = probed(context)
     for path in asked:
-        if found[path].spoiled:
-            return Refused(f"{path!r} was named: {found[path].spoiled}")
-        if not found[path].count and not found[path].failure:
-            return Refused(f"{path!r} was named: in a run of its forward no 1 was added to a tanh")
+        why = found[path].spoiled or stands_in_the_way(context, found[path])
+        if not why and not found[path].sums and not found[path].failure:
+            why = "in a run of its forward no 1 was added to a tanh"
+        if why:
+            return Refused(f"{path!r} was named: {why}")
     chosen = MODULATIONS.targets(context)
-    unknown = [f for f in found.values() if f.failure and f.path not in asked]
-    text = "; ".join(f"{f.path!r} has a tanh and cannot be run alone ({f.failure})" for f in unknown[:2])
-    if not chosen and unknown:
-        return Refused(f"{text}: if it multiplies by 1 + tanh, name it in the option modules")
+    left = [f for f in found.values() if f.path not in asked and f.path not in {t.path for t in chosen}]
+    text = "; ".join([t for f in left if (t := unjudged(context, f))][:2])
+    if not chosen and text:
+        return Refused(text)
     if not chosen:
-        return NotNeeded("no added module multiplies by 1 + tanh")
-    more = f"; not judged: {text}" if unknown else ""
+        return NotNeeded("no product with 1 + tanh was seen in added modules")
+    more = f"; left as they are: {text}" if text else ""
     several = f"; {product(low, high, len(chosen))}" if len(chosen) > 1 else ""
     return Needed(f"a factor 1 + tanh reaches 0 and 2; it will stay between {low:g} and {high:g}{several}{more}")
+
+
+def stands_in_the_way(context: Context, found: Found) -> str:
+    """Why 1 + tanh cannot be replaced in a module, whatever it is for; empty where it can."""
+    compiled = any(
+        other in ("", found.path) or found.path.startswith(f"{other}.") or other.startswith(f"{found.path}.")
+        for other in context.survey.compiled
+    )
+    if found.sums and found.functional and compiled:
+        return (
+            "it calls torch.nn.functional.tanh, which torch.compile does not show to the patch, and is compiled; "
+            "write torch.tanh there"
+        )
+    return found.obstacle
+
+
+def unjudged(context: Context, found: Found) -> str:
+    """Why a module that may be a modulation is left as it is; empty where it is none."""
+    place = repr(found.path) if found.path else f"{type(found.module).__name__} itself ('')"
+    if found.failure:
+        why = f"has a tanh and cannot be run alone ({found.failure}): if it multiplies by 1 + tanh, name it"
+        return f"{place} {why} in the option modules"
+    if found.given and not found.spoiled:
+        return f"{place} gives 1 + tanh out: if that becomes a factor, name it in the option modules"
+    if found.count and found.spoiled:
+        return (
+            f"{place} multiplies by 1 + tanh, and by another that is no modulation ({found.spoiled}): put one of them "
+            "into a module of its own"
+        )
+    why = stands_in_the_way(context, found) if found.count else ""
+    return f"{place} multiplies by 1 + tanh: {why}" if why else ""
 
 
 def effect(context: Context, target: Target) -> Effect:
@@ -107,7 +133,7 @@ def symptom(trial: Trial) -> str | None:
         if isinstance(module, Modulation):
             h = torch.ones(1, 1, module.width, dtype=module.b_mult.weight.dtype)
             with torch.no_grad():
-                worst = min(worst, float(module.scaled(h, torch.full_like(h, -8.0)).min()))
+                worst = min(worst, float(module.scaled(h, -8.0).min()))
     return None if worst >= 0.4 else f"a modulation can shrink its layer to {worst:.1g} of what it was"
 
 
@@ -116,7 +142,8 @@ def _modulations(context: Context) -> Iterable[Target]:
 
     asked = named(context)
     for found in probed(context).values():
-        if found.path in asked or (found.count and not found.spoiled):
+        free = found.count and not found.spoiled and not stands_in_the_way(context, found)
+        if found.path in asked or free:
             yield Target(found.path, found.module)
 
 

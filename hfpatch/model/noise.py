@@ -1,0 +1,72 @@
+"""A module run on noise: what its linear layers read, and whether it puts out what the last of them does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a module on noise: RMS of what each linear layer reads, by name in the order of the calls.
+
+    Attributes:
+        reads: As said; empty where it could not be run.
+        ends: Whether the module put out what the linear layer called last did.
+    """
+
+    reads: Mapping[str, float]
+    ends: bool | None
+
+
+def rms(values: torch.Tensor) -> float:
+    """Root of the mean square, in float64."""
+    return math.sqrt(float(values.detach().double().square().mean()))
+
+
+def run_on_noise(module: nn.Module, outer: float) -> Run:
+    """A run on noise of RMS `outer`, of a float32 copy in evaluation mode; random state and module stay as they are."""
+    reads: dict[str, float] = {}
+    wrote: dict[str, torch.Tensor] = {}
+    if any(p.is_meta or hasattr(p, "device_mesh") for p in module.parameters()):
+        return Run(reads, None)
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+            reads.pop(name, None)  # of several calls, the last
+            reads[name], wrote[name] = rms(args[0]), out
+
+        return hook
+
+    widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for size in widths:  # of the layer that reads the features, which need not be defined first
+            reads.clear()
+            try:
+                tried = copy.deepcopy(module).cpu().float().eval()
+                for name, layer in tried.named_modules():
+                    if isinstance(layer, nn.Linear):
+                        layer.register_forward_hook(watch(name))
+                out = tried(torch.randn(1, 256, size, generator=torch.Generator().manual_seed(0)) * outer)
+            except Exception:  # noqa: BLE001, S112 - somebody else's forward, and it may raise anything
+                continue
+            if not reads:
+                return Run(reads, None)
+            return Run(reads, _same(out, wrote[next(reversed(reads))]))
+    return Run({}, None)
+
+
+def _same(out: Any, wrote: torch.Tensor) -> bool:
+    """Whether what a module put out is what a layer did, whatever its shape."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    if not isinstance(first, torch.Tensor) or first.numel() != wrote.numel():
+        return False
+    if first.untyped_storage().data_ptr() == wrote.untyped_storage().data_ptr():
+        return True
+    return torch.equal(first.reshape(-1).float(), wrote.reshape(-1).float())
