@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfpatch import errors as errors
+    from hfpatch.guarding.callback import GuardCallback as GuardCallback
+    from hfpatch.guarding.guard import Guard as Guard
+    from hfpatch.guarding.outcome import Outcome as Outcome
     from hfpatch.model.embed import embed_tokens as embed_tokens
     from hfpatch.model.inspect import ModelInfo as ModelInfo
     from hfpatch.model.inspect import inspect as inspect
@@ -33,6 +36,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "errors": "hfpatch.errors",
+    "Guard": "hfpatch.guarding.guard",
+    "GuardCallback": "hfpatch.guarding.callback",
+    "Outcome": "hfpatch.guarding.outcome",
     "embed_tokens": "hfpatch.model.embed",
     "ModelInfo": "hfpatch.model.inspect",
     "inspect": "hfpatch.model.inspect",
@@ -52,8 +58,11 @@ _HOMES = {
 
 __all__ = [
     "Applied",
+    "Guard",
+    "GuardCallback",
     "LoraTargets",
     "ModelInfo",
+    "Outcome",
     "Plan",
     "Status",
     "__version__",

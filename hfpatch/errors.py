@@ -10,12 +10,15 @@
     ├── RefusedError            a patch that was asked for by name does not go with this model
     ├── ConflictError           two patches want different things of the same place
     ├── ApplyError              an edit failed; those before it were undone
-    └── RevertError             something stands in the way of an undo
+    ├── RevertError             something stands in the way of an undo
+    └── GuardStop               training cannot go on as it is; carries the history
 
 Each message says what was asked, what was found and where, and what to do next.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class HfpatchError(Exception):
@@ -62,3 +65,18 @@ class ApplyError(HfpatchError):
 
 class RevertError(HfpatchError):
     """Something stands in the way of an undo."""
+
+
+class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
+    """Training cannot go on as it is.
+
+    Attributes:
+        history: The last judged steps that were skipped, oldest first (`hfpatch.guarding.outcome.Facts`).
+    """
+
+    def __init__(self, message: str, history: tuple[Any, ...] = ()) -> None:
+        super().__init__(message, history)
+        self.history = history
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -99,7 +99,8 @@ def fp32_logits_attention_masked(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `fp32_logits_attention`, with eager attention's masks: they say it all, and none means everything."""
-    return fp32_logits_attention(module, query, key, value, attention_mask, **{**kwargs, "is_causal": False})
+    kwargs["is_causal"] = False
+    return fp32_logits_attention(module, query, key, value, attention_mask, **kwargs)
 
 
 def split_mask(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

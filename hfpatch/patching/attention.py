@@ -66,7 +66,7 @@ class AttentionChoice(Kind):
             copy.deepcopy(each, memo)
         olds = {id(t): t for each in shared for t in _tree(each)}
         pairs = tuple((old, memo[key]) for key, old in olds.items())
-        return Configs(pairs, tuple(old._attn_implementation for old, _ in pairs))
+        return Configs(pairs, tuple(str(old._attn_implementation) for old, _ in pairs))
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _point(root, {id(old): new for old, new in record.before.pairs})
@@ -95,7 +95,8 @@ class AttentionChoice(Kind):
         return None if now == record.after else str(now)
 
     def _architecture(self, module: nn.Module) -> str:
-        return module.config.model_type  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        config: Any = module.config
+        return config.model_type
 
 
 def _held(root: nn.Module) -> Iterable[PreTrainedConfig]:

@@ -1,0 +1,249 @@
+# accelerate's optimizer tells the Trainer of a skip through one attribute only
+# pyright: reportPrivateUsage=false
+"""GuardCallback: the guard inside a transformers Trainer.
+
+A callback can neither skip a step nor see gradients before they are clipped. So while it trains, and on this
+Trainer's own objects only, five bound methods are replaced on their instances: `accelerator.backward` (the raw loss),
+`accelerator.clip_grad_norm_` (unclipped gradients, judged), the prepared optimizer's `step` (which then does nothing
+for a bad batch, and says so, whereupon the Trainer leaves the schedule alone), `trainer.log` (the figures) and
+`trainer._run_epoch` (to take everything off if training raises).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from hfpatch.errors import InputError
+from hfpatch.guarding.checks import check, trained
+from hfpatch.guarding.guard import unwrapped
+from hfpatch.guarding.judge import Judge
+from hfpatch.guarding.ledger import Limits
+from hfpatch.guarding.norms import clip_
+from hfpatch.guarding.outcome import Facts
+from hfpatch.report import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GuardCallback(TrainerCallback, ExportableState):
+    """Skips bad batches in a `transformers.Trainer` (TRL's trainers are such), and logs what it saw.
+
+        Trainer(model, args, train_dataset=data, callbacks=[hfpatch.GuardCallback()]).train()
+
+    A skipped batch changes neither weights nor optimizer state nor schedule; it counts as a step of the Trainer
+    (`max_steps`). Clipping is the Trainer's (`max_grad_norm`), done with the norm that was judged. Each log gains
+    `guard/loss_raw` (mean since the last log, NaN where a loss was NaN: the Trainer's own `loss` hides it),
+    `guard/loss` (mean of the steps taken), `guard/norm` (largest since the last log), and the counts of
+    `Guard.metrics`. The host reads the decision once a step. A checkpoint carries the state, and a resumed run goes on.
+
+    Args:
+        explode_at: Norm, before clipping, at which a step is skipped; None: no limit.
+        spike_at: Multiple of the running median at which a step is skipped; None: no limit.
+        max_skips: Skips in a row, ordinary overflows not counted, after which training stops with `GuardStop`.
+        min_scale: Loss scale below which an overflow is no longer ordinary.
+        check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
+        verbose: Say on stderr what was skipped.
+    """
+
+    def __init__(
+        self,
+        explode_at: float | None = 100.0,
+        spike_at: float | None = 20.0,
+        max_skips: int = 10,
+        min_scale: float = 1.0,
+        check_parameters: int = 1,
+        verbose: bool = True,
+    ) -> None:
+        self.limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
+        self.verbose = verbose
+        self.judge: Judge | None = None
+        self.saved: dict[str, Any] | None = None
+        self._recent: list[Facts] = []
+        self._facts: Facts | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into a checkpoint."""
+        limits = self.limits
+        arguments: dict[str, Any] = {
+            "explode_at": limits.explode_at,
+            "spike_at": limits.spike_at,
+            "max_skips": limits.max_skips,
+            "min_scale": limits.min_scale,
+            "check_parameters": limits.check_parameters,
+            "verbose": self.verbose,
+        }
+        if self.judge is not None and not self.judge.open:
+            self.saved = self.judge.state_dict()
+        return {"args": arguments, "attributes": {"saved": self.saved}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take hold of the Trainer that calls.
+
+        Raises:
+            InputError: DeepSpeed, FSDP1 or an optimizer accelerate did not prepare; see also `checks.check`.
+        """
+        self._release()
+        trainer = _caller(self)
+        optimizer: Any = trainer.optimizer
+        accelerator: Any = trainer.accelerator
+        if not isinstance(optimizer, AcceleratedOptimizer) or trainer.is_deepspeed_enabled:
+            raise InputError(
+                f"GuardCallback: this Trainer steps a {type(optimizer).__name__}"
+                f"{' under DeepSpeed' if trainer.is_deepspeed_enabled else ''}, which skips by rules of its own; "
+                "use DDP or FSDP2, or leave the callback out"
+            )
+        model: Any = trainer.model_wrapped
+        parameters = trained(model, unwrapped(optimizer))
+        warnings = check(model, unwrapped(optimizer), parameters, scaled=accelerator.scaler is not None)
+        self.judge = Judge(
+            parameters, self.limits, micro_batches=args.gradient_accumulation_steps, verbose=self.verbose
+        )
+        exported: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
+        saved = (exported[0] if isinstance(exported, list) else exported or {}).get("attributes", {}).get("saved")
+        if saved is not None and state.global_step > 0:
+            self.judge.load_state_dict(saved)
+        self._recent, self._facts = [], None
+        if self.verbose:
+            say(warnings)
+        self._replace(accelerator, "backward", self._backward)
+        self._replace(accelerator, "clip_grad_norm_", self._clip(accelerator, unwrapped(optimizer)))
+        self._replace(optimizer, "step", self._step(optimizer))
+        self._replace(trainer, "log", self._log)
+        self._replace(trainer, "_run_epoch", self._run_epoch)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judge what the Trainer clipped by another way (gradients on several meshes); blame is lost, safety is not."""
+        if self._facts is None and self.judge is not None and self.judge.open:
+            self._facts = self.judge.read(self.judge.weigh())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let go."""
+        self._release()
+
+    def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> None:
+        original(loss, **kwargs)
+        assert self.judge is not None  # noqa: S101 - set before this was installed
+        self.judge.note(loss)
+
+    def _clip(self, accelerator: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        def clip(original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+            assert self.judge is not None  # noqa: S101 - set before this was installed
+            if not self.judge.open:
+                return original(parameters, max_norm, norm_type)
+            scaler = accelerator.scaler
+            scale = None
+            if scaler is not None:
+                scale = scaler.scale(torch.ones((), device=accelerator.device))
+                scaler.unscale_(optimizer)
+            verdict = self.judge.weigh(scale)
+            self._facts = self.judge.read(verdict)
+            if self._facts.kind == "stepped":
+                clip_(verdict.grads, max_norm, verdict.norm)
+            return verdict.norm
+
+        return clip
+
+    def _step(self, optimizer: AcceleratedOptimizer) -> Callable[..., Any]:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            facts, self._facts = self._facts, None
+            if facts is None or self.judge is None:
+                return original(*args, **kwargs)
+            self._recent.append(facts)
+            skipped = facts.kind == "skipped"
+            given: Any = None
+            if not skipped:
+                given = original(*args, **kwargs)
+            elif optimizer.scaler is not None:
+                optimizer.scaler.update()
+            optimizer._is_overflow = skipped
+            self.judge.look_at_parameters(facts)
+            self.judge.ledger.raise_if_due()
+            return given
+
+        return step
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self.judge is not None:
+            logs.update(_figures(self._recent), **self.judge.ledger.totals())
+            self._recent = []
+        original(logs, *args, **kwargs)
+
+    def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        done = False
+        try:
+            given = original(*args, **kwargs)
+            done = True
+            return given
+        finally:
+            if not done:
+                self._release()
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        if not hasattr(owner, name):
+            return  # `_run_epoch` of another release: on_train_end, or the next training, takes everything off
+        kept = owner.__dict__.get(name)
+        original = getattr(owner, name)
+
+        live = [True]
+
+        @functools.wraps(original)  # with its attributes: a scheduler marks the step it has wrapped
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs) if live[0] else original(*args, **kwargs)
+
+        owner.__dict__[name] = replaced
+
+        def undo() -> None:
+            live[0] = False
+            if owner.__dict__.get(name) is not replaced:
+                return  # somebody wrapped it since: theirs stays, ours inside it passes on
+            if kept is None:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = kept
+
+        self._undo.append(undo)
+
+    def _release(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _figures(recent: list[Facts]) -> dict[str, float]:
+    raw = [f.loss for f in recent if f.loss is not None]
+    taken = [f.loss for f in recent if f.loss is not None and f.kind == "stepped"]
+    norms = [f.norm for f in recent if f.norm is not None]
+    found: dict[str, float] = {}
+    if raw:
+        found["guard/loss_raw"] = sum(raw) / len(raw)
+        found["guard/norm"] = math.nan if any(math.isnan(n) for n in norms) else max(norms)
+    if taken:
+        found["guard/loss"] = sum(taken) / len(taken)
+    return found
+
+
+def _caller(callback: GuardCallback) -> Trainer:
+    """The Trainer whose training loop is calling: callbacks are told its model and optimizer, but not itself.
+
+    Raises:
+        InputError: None is.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and callback in owner.callback_handler.callbacks:
+            return owner
+        frame = frame.f_back
+    raise InputError(
+        "GuardCallback: no Trainer is calling; pass it as callbacks=[GuardCallback()], or use Guard in your own loop"
+    )

@@ -1,0 +1,324 @@
+# accelerate tells its scheduler and its caller of a skip through one attribute only
+# pyright: reportPrivateUsage=false
+"""Guard: a plain training loop that survives a bad batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hfpatch.errors import InputError
+from hfpatch.guarding.checks import check, trained
+from hfpatch.guarding.judge import Judge, Verdict
+from hfpatch.guarding.ledger import Limits
+from hfpatch.guarding.norms import clip_
+from hfpatch.guarding.outcome import Facts, Outcome
+from hfpatch.report import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Guard:
+    """Does, for each batch: backward, unscale, judge, clip, step or skip, update the scale, schedule, zero.
+
+        guard = hfpatch.Guard(model, optimizer, scheduler)
+        for batch in loader:
+            outcome = guard.step(model(**batch).loss)
+
+    A skipped batch changes neither weights nor optimizer state nor schedule. On the CPU, and with optimizers that
+    cannot skip by themselves, the decision is read by the host once a step. Where the gradients are on a CUDA
+    device and the optimizer is fused, it stays there: the optimizer gets it as `found_inf`, and the host learns it
+    one step late, before the next optimizer step, which is when it is needed: the scheduler is then stepped, a
+    skip is reported, and `GuardStop` raised. `settle()` asks for it earlier.
+
+    A skip under a GradScaler lowers the scale once if the gradients were not finite, as torch does. Running
+    statistics (BatchNorm) were written by the forward already and cannot be taken back.
+
+    Over several ranks the guard must be made on every rank, after the model was wrapped, and `step` called equally
+    often everywhere; one all-reduce a step makes the decision common.
+
+    Args:
+        model: What is trained, wrapped as it is called (DDP, `fully_shard`, `accelerator.prepare`).
+        optimizer: A torch optimizer, or one that accelerate prepared.
+        scheduler: Stepped after each step that was taken. None: step it yourself.
+        scaler: A `torch.amp.GradScaler`; accelerate's own is found.
+        accelerator: Runs backward, and says by `sync_gradients` where a window ends (`accelerator.accumulate`).
+        max_grad_norm: Norm to clip to; None: no clipping.
+        explode_at: Norm, before clipping, at which a step is skipped; None: no limit.
+        accumulation_steps: Micro-batches in a step, without an accelerator.
+        spike_at: Multiple of the running median (64 good steps, from the 16th on) at which a step is skipped; None:
+            no limit.
+        divide_loss: Divide each loss by the number of micro-batches. False where losses are shares of the window's
+            already (sum over tokens, divided by `num_items_in_batch` of the whole window).
+        max_skips: Skips in a row, ordinary overflows not counted, after which training stops.
+        min_scale: Loss scale below which an overflow is no longer ordinary.
+        check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
+        on_device: Keep the decision on the device; None: where it pays. True needs a fused optimizer.
+        group: Ranks that decide together; None is all of them.
+        verbose: Say on stderr what was skipped.
+
+    Attributes:
+        warnings: What was warned about at construction.
+
+    Raises:
+        InputError: See `hfpatch.guarding.checks.check`; a scheduler that needs a metric; contradicting arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        accelerator: Any = None,
+        max_grad_norm: float | None = 1.0,
+        explode_at: float | None = 100.0,
+        accumulation_steps: int = 1,
+        *,
+        spike_at: float | None = 20.0,
+        divide_loss: bool = True,
+        max_skips: int = 10,
+        min_scale: float = 1.0,
+        check_parameters: int = 1,
+        on_device: bool | None = None,
+        group: Any = None,
+        verbose: bool = True,
+    ) -> None:
+        _check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
+        self.model = model
+        self.scheduler = scheduler
+        self.accelerator = accelerator
+        self.max_grad_norm = max_grad_norm
+        self.divide_loss = divide_loss
+        self.accumulation_steps = accumulation_steps
+        if accelerator is not None:
+            self.accumulation_steps = int(accelerator.gradient_accumulation_steps)
+        self._given = optimizer
+        self.optimizer = unwrapped(optimizer)
+        scaler = scaler if scaler is not None else getattr(optimizer, "scaler", None)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        parameters = trained(model, self.optimizer)
+        self.warnings = check(model, self.optimizer, parameters, scaled=self.scaler is not None)
+        self.on_device = _keeps_on_device(self.optimizer, parameters, on_device)
+        limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
+        self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
+        self._pending: _Pending | None = None
+        self._micro = 0
+        if verbose:
+            say(self.warnings)
+
+    def step(self, loss: Tensor, *, tokens: Tensor | int | None = None) -> Outcome:
+        """Backward, then `check_and_step`.
+
+        Args:
+            loss: Of this micro-batch, as the model gave it, 0-dim; never replaced.
+            tokens: Supervised tokens in it, if you know. Without it a micro-batch counts as empty where its loss is
+                NaN or 0 and no gradient moved; over several ranks, where gradients are averages, only if that is so
+                on all of them.
+
+        Raises:
+            GuardStop: Too many skips in a row, or a weight is not finite.
+        """
+        share = loss / self.accumulation_steps if self.divide_loss and self.accumulation_steps > 1 else loss
+        if self.accelerator is not None:
+            # accelerate divides by itself
+            self.accelerator.backward(loss if self.divide_loss else loss * self.accumulation_steps)
+        elif self.scaler is not None:
+            self.scaler.scale(share).backward()
+        else:
+            share.backward()
+        return self.check_and_step(share, tokens=tokens)
+
+    def check_and_step(self, loss: Tensor, *, tokens: Tensor | int | None = None) -> Outcome:
+        """For those who call backward themselves: everything after it. Do not unscale, clip, step or zero as well.
+
+        Args:
+            loss: What backward was called on, before `scaler.scale`; with accumulation, this micro-batch's share.
+            tokens: As for `step`.
+
+        Raises:
+            GuardStop: Too many skips in a row, or a weight is not finite.
+        """
+        self.settle()
+        self.judge.note(loss, tokens)
+        self._micro += 1
+        if not self._window_ends():
+            return Outcome(Facts(self.judge.ledger.steps + 1, "accumulating"))
+        self._micro = 0
+        scale = None
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=loss.device))
+            self.scaler.unscale_(self.optimizer)
+        verdict = self.judge.weigh(scale)
+        return self._act_on_device(verdict) if self.on_device else self._act_on_host(verdict)
+
+    def settle(self) -> None:
+        """Wait for the last step's decision, if it is still on the device, and act on it.
+
+        Raises:
+            GuardStop: Too many skips in a row, or a weight is not finite.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        *report, ruined = pending.figures()
+        pending.facts = self.judge.read(pending.verdict, report)
+        self.judge.condemn(ruined=bool(ruined))
+        self._schedule(stepped=pending.facts.kind == "stepped")
+        self.judge.ledger.raise_if_due()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts so far, named `guard/...`."""
+        self.settle()
+        return self.judge.ledger.totals()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that JSON holds. Save model, optimizer, scheduler and scaler beside it.
+
+        Raises:
+            InputError: In the middle of an accumulation window.
+        """
+        self.settle()
+        return self.judge.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.judge.load_state_dict(saved)
+
+    def _window_ends(self) -> bool:
+        if self.accelerator is not None:
+            return bool(self.accelerator.sync_gradients)
+        return self._micro >= self.accumulation_steps
+
+    def _act_on_host(self, verdict: Verdict) -> Outcome:
+        facts = self.judge.read(verdict)
+        stepped = facts.kind == "stepped"
+        if stepped:
+            self._clip(verdict)
+            self.optimizer.step()
+        self._close()
+        self._schedule(stepped=stepped)
+        self.judge.look_at_parameters(facts)
+        self.judge.ledger.raise_if_due()
+        return Outcome(facts)
+
+    def _act_on_device(self, verdict: Verdict) -> Outcome:
+        self._clip(verdict)
+        fused: Any = self.optimizer
+        fused.grad_scale, fused.found_inf = None, verdict.skip.float()
+        try:
+            self.optimizer.step()
+        finally:
+            del fused.grad_scale, fused.found_inf
+        self._close()
+        self._pending = pending = _Pending(verdict, self.judge.look_at_parameters(None))
+
+        def facts() -> Facts:
+            if pending.facts is None:
+                self.settle()
+            assert pending.facts is not None  # noqa: S101 - settle sets it before it can raise
+            return pending.facts
+
+        return Outcome(facts)
+
+    def _clip(self, verdict: Verdict) -> None:
+        if self.max_grad_norm is not None:
+            clip_(verdict.grads, self.max_grad_norm, verdict.norm)
+
+    def _close(self) -> None:
+        if self.scaler is not None:
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.judge.parameters:
+            parameter.grad = None  # what trains in no optimizer would keep its NaN
+
+    def _schedule(self, *, stepped: bool) -> None:
+        if self._given is not self.optimizer:
+            self._given._is_overflow = not stepped
+        if stepped and self.scheduler is not None:
+            self.scheduler.step()
+
+
+class _Pending:
+    """A verdict on its way to the host."""
+
+    def __init__(self, verdict: Verdict, ruined: Tensor | None) -> None:
+        self.verdict = verdict
+        self.facts: Facts | None = None
+        self._event: torch.cuda.Event | None = None
+        report = verdict.report
+        flag = torch.zeros_like(report[:1]) if ruined is None else ruined.to(report).reshape(1)
+        self._report = torch.cat([report, flag])
+        if report.is_cuda:
+            # a plain read would wait for everything queued since; the copy is waited for alone
+            host = torch.empty(self._report.shape, dtype=report.dtype, pin_memory=True)
+            self._report = host.copy_(self._report, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def figures(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._report.tolist()
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Torch's own optimizer in one that accelerate prepared.
+
+    Raises:
+        InputError: There is none.
+    """
+    inner: Any = optimizer
+    while type(inner).__module__.startswith("accelerate."):
+        inner = inner.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise InputError(
+            f"guard: want a torch optimizer, or one that accelerate prepared; got {type(optimizer).__name__}"
+        )
+    return inner
+
+
+def _keeps_on_device(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], wanted: bool | None
+) -> bool:
+    fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if wanted and not fused:
+        raise InputError(
+            f"guard: on_device=True, but {type(optimizer).__name__} cannot skip by itself; pass fused=True to the "
+            "optimizer, or leave on_device out: the host then reads the decision once a step"
+        )
+    if wanted is None:
+        return fused and all(p.device.type == "cuda" for p in parameters.values())
+    return wanted
+
+
+def _check_arguments(
+    scheduler: Any,
+    accelerator: Any,
+    accumulation_steps: int,
+    max_grad_norm: float | None,
+    explode_at: float | None,
+    spike_at: float | None,
+    max_skips: int,
+) -> None:
+    if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
+        raise InputError("guard: ReduceLROnPlateau needs a metric; leave scheduler= out and step it yourself")
+    if accelerator is not None and accumulation_steps not in (1, accelerator.gradient_accumulation_steps):
+        raise InputError(
+            f"guard: accumulation_steps={accumulation_steps}, but the accelerator accumulates "
+            f"{accelerator.gradient_accumulation_steps}; leave it out, the accelerator's counts"
+        )
+    numbers = {
+        "accumulation_steps": accumulation_steps,
+        "max_skips": max_skips,
+        "max_grad_norm": max_grad_norm,
+        "explode_at": explode_at,
+        "spike_at": spike_at,
+    }
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise InputError(f"guard: {name}={value}; want a number above 0, or None for no limit where there is one")

@@ -1,0 +1,171 @@
+"""The host's side of the decision: verdicts as facts, counters, history, and when a run must stop."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hfpatch.errors import GuardStop
+from hfpatch.guarding.outcome import ADVICE, Facts, Reason
+from hfpatch.report import say
+
+NAMED = 3
+"""Parameters named in a diagnosis."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to skip and when to stop; `Guard` says what each means."""
+
+    explode_at: float | None = 100.0
+    spike_at: float | None = 20.0
+    max_skips: int = 10
+    min_scale: float = 1.0
+    check_parameters: int = 1
+
+
+class Ledger:
+    """Counts what was judged. Plain Python: no tensor is held.
+
+    Args:
+        names: Of the parameters that are judged, in model order.
+        limits: When to stop.
+        verbose: Say on stderr what was skipped (rank 0).
+    """
+
+    def __init__(self, names: Sequence[str], limits: Limits, *, verbose: bool) -> None:
+        self.names = names
+        self.limits = limits
+        self.verbose = verbose
+        self.steps = 0
+        self.skips: Counter[Reason] = Counter()
+        self.in_row = 0
+        self.empty = 0
+        self.history: deque[Facts] = deque(maxlen=max(limits.max_skips, 20))
+        self._stop: str | None = None
+
+    def enter(self, report: Sequence[float], squares: Sequence[float]) -> Facts:
+        """Count a window.
+
+        Args:
+            report: As `Judge` orders it.
+            squares: Sum of squares of each parameter's gradient; looked at only if the step was skipped.
+        """
+        bad, filled, count, loss, ruined, total, median, exploded, spiked, scale, skip, unfilled = report
+        self.steps += 1
+        reason = None
+        if skip:
+            reason = self._reason(bad, total, exploded, spiked, scale, unfilled)
+        facts = Facts(
+            step=self.steps,
+            kind="stepped" if reason is None else "skipped",
+            reason=reason,
+            loss=loss,
+            norm=total,
+            median=median,
+            scale=None if math.isnan(scale) else scale,
+            empty=round(count - filled),
+            micro_batches=round(count),
+            blame=() if reason is None else self._blame(reason, [math.sqrt(s) for s in squares]),
+        )
+        self.empty += facts.empty
+        if reason is None:
+            self.in_row = 0
+        else:
+            self._count(facts, reason)
+        if ruined:
+            self.stop("guard: parameters are not finite after the step before; go back to the checkpoint before it")
+        return facts
+
+    def stop(self, message: str) -> None:
+        """Have `raise_if_due` raise; the first message stays."""
+        self._stop = self._stop or message
+
+    def raise_if_due(self) -> None:
+        """Raise what was found to be beyond skipping.
+
+        Raises:
+            GuardStop: Too many skips in a row, or a weight is not finite.
+        """
+        if self._stop is not None:
+            message, self._stop = self._stop, None
+            raise GuardStop(message, tuple(self.history))
+
+    def totals(self) -> dict[str, float]:
+        """Counts so far, as metrics."""
+        named = {r: n for r, n in self.skips.items() if r is not Reason.OVERFLOW}
+        return {
+            "guard/skipped": float(sum(named.values())),
+            "guard/overflows": float(self.skips[Reason.OVERFLOW]),
+            "guard/empty_micro_batches": float(self.empty),
+            **{f"guard/skipped_{r.name.lower()}": float(n) for r, n in named.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "steps": self.steps,
+            "skips": {r.name: n for r, n in self.skips.items()},
+            "in_row": self.in_row,
+            "empty": self.empty,
+            "history": [f.to_dict() for f in self.history],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.steps, self.in_row, self.empty = saved["steps"], saved["in_row"], saved["empty"]
+        self.skips = Counter({Reason[name]: n for name, n in saved["skips"].items()})
+        self.history.clear()
+        self.history.extend(Facts.from_dict(f) for f in saved["history"])
+
+    def _reason(
+        self, bad: float, total: float, exploded: float, spiked: float, scale: float, unfilled: float
+    ) -> Reason:
+        if unfilled:
+            return Reason.NO_LABELS
+        if bad:
+            return Reason.LOSS
+        if not math.isfinite(total):
+            if math.isnan(scale):
+                return Reason.GRADIENTS
+            return Reason.COLLAPSED if scale < self.limits.min_scale else Reason.OVERFLOW
+        if exploded:
+            return Reason.EXPLOSION
+        return Reason.SPIKE if spiked else Reason.PARAMETERS
+
+    def _blame(self, reason: Reason, norms: list[float]) -> tuple[str, ...]:
+        if reason in (Reason.EXPLOSION, Reason.SPIKE):
+            largest = sorted(zip(norms, self.names, strict=True), reverse=True)[:NAMED]
+            return ("largest gradients: " + ", ".join(f"{name} ({norm:.3g})" for norm, name in largest),)
+        broken = [n for n, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
+        if not broken or reason is Reason.OVERFLOW:
+            return ()
+        # backward runs from the loss down, so the last in model order broke first
+        nearest = ", ".join(broken[: -NAMED - 1 : -1])
+        return (f"{len(broken)} of {len(norms)} gradients not finite, nearest the loss: {nearest}",)
+
+    def _count(self, facts: Facts, reason: Reason) -> None:
+        self.skips[reason] += 1
+        if reason is Reason.OVERFLOW:
+            return  # neither an interruption nor a success: the row goes on after it
+        self.in_row += 1
+        self.history.append(facts)
+        if self.verbose:
+            say([f"guard: {facts}"])
+        if self.in_row >= self.limits.max_skips:
+            row = list(self.history)[-self.in_row :]
+            kinds = Counter(f.reason for f in row if f.reason is not None)
+            self.stop(
+                "\n".join(
+                    [
+                        f"guard: {self.in_row} steps in a row were skipped ({row[0].step} to {row[-1].step}): "
+                        + ", ".join(f"{n} x {r}" for r, n in kinds.items())
+                        + f"; the weights are those after step {row[0].step - 1}.",
+                        f"last: {facts}",
+                        *(f"{r}: {ADVICE[r]}" for r in kinds),
+                    ]
+                )
+            )

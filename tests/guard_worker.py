@@ -1,0 +1,169 @@
+"""One rank of a guarded training; started by torchrun from test_guard_ranks.py.
+
+    torchrun --nproc-per-node N guard_worker.py MODE FOLDER
+
+Each rank writes FOLDER/rank.json: the outcome of each step as text, the norms, and a digest of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hfpatch.errors import GuardStop
+from hfpatch.guarding.guard import Guard
+
+STEPS = 6
+NAN_AT, GRADIENT_AT, EXPLODE_AT, EMPTY_AT = 1, 2, 3, 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def data(step: int, rank: int, world: int) -> torch.Tensor:
+    """This rank's rows of a batch of 8."""
+    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(world)[rank]
+
+
+def loss_of(model: Any, step: int, rank: int, world: int) -> torch.Tensor:
+    """Bad on the last rank only, in four of the steps."""
+    out = model(data(step, rank, world))
+    loss = out.square().mean()
+    if rank != world - 1:
+        return loss
+    if step == NAN_AT:
+        return loss * math.nan
+    if step == GRADIENT_AT:
+        out.register_hook(lambda g: g * math.nan)
+    if step == EXPLODE_AT:
+        return loss * 1e7
+    if step == EMPTY_AT:  # a mean over no token: NaN, and no gradient
+        return nn.functional.cross_entropy(out, torch.full((len(out),), -100))
+    return loss
+
+
+def wrap(mode: str, model: nn.Module) -> nn.Module:
+    if mode.startswith("ddp"):
+        return DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    if mode.startswith("hsdp"):
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    full = getattr(parameter, "full_tensor", None)
+    return (full() if full is not None else parameter).detach()
+
+
+def main(mode: str, folder: str) -> None:
+    rank, world, model, optimizer, scheduler, extra = made(mode)
+    on_device = mode.endswith("fused")
+    guard = Guard(model, optimizer, scheduler, on_device=on_device, max_skips=4, verbose=False, **extra)
+    said, norms, digests = [], [], []
+    accelerator = extra.get("accelerator")
+    for step in range(STEPS):
+        tokens = 0 if step == EMPTY_AT and rank == world - 1 else len(data(step, rank, world))
+        outcome = guard.step(loss_of(model, step, rank, world), tokens=tokens)
+        said.append(f"{outcome.facts.kind} {outcome.reason} {outcome.facts.blame}")
+        norms.append(outcome.facts.norm)
+        digests.append(digest(model))
+        if accelerator is not None:
+            assert accelerator.optimizer_step_was_skipped == outcome.skipped
+    found: dict[str, Any] = {"said": said, "norms": norms, "digests": digests, "schedule": scheduler.last_epoch}
+    found["weights"] = [whole(p).flatten().tolist() for p in model.parameters()]
+    try:
+        for _ in range(9):
+            guard.step(loss_of(model, NAN_AT, rank, world))
+    except GuardStop as stop:
+        found["stop"] = str(stop)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def made(mode: str) -> tuple[int, int, Any, Any, Any, dict[str, Any]]:
+    torch.set_num_threads(1)
+    if mode == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model: Any = net()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
+        return dist.get_rank(), dist.get_world_size(), model, optimizer, scheduler, {"accelerator": accelerator}
+    dist.init_process_group("gloo")
+    model = wrap(mode, net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=mode.endswith("fused"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return dist.get_rank(), dist.get_world_size(), model, optimizer, scheduler, {}
+
+
+def train(folder: str) -> None:
+    """A Trainer over the ranks; the last rank alone meets a NaN loss in step 1 and NaN gradients in step 3."""
+    from transformers import Trainer, TrainingArguments
+
+    from hfpatch.guarding.callback import GuardCallback
+    from hfpatch.model.tiny import tiny_model
+
+    class Poisoned(Trainer):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, *args, **kwargs)
+            if dist.get_rank() != dist.get_world_size() - 1:
+                return loss
+            if self.state.global_step == 1:
+                return loss * math.nan
+            return loss + (next(model.parameters()) * 0).sum().sqrt() if self.state.global_step == 3 else loss
+
+    torch.set_num_threads(1)
+    ids = [[(i * 5 + j * 3) % 60 + 2 for j in range(8)] for i in range(16)]
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, max_steps=5, logging_steps=1, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", ddp_backend="gloo",
+    )  # fmt: skip
+    rows: Any = [{"input_ids": x, "labels": x} for x in ids]
+    trainer = Poisoned(model=tiny_model("llama"), args=args, train_dataset=rows, callbacks=[GuardCallback()])
+    trainer.train()
+    shown = [h for h in trainer.state.log_history if "loss" in h]
+    found = {
+        "skipped": [h["guard/skipped"] for h in shown],
+        "finite": all(bool(p.isfinite().all()) for p in trainer.model.parameters()),
+        "digest": digest(trainer.model),
+        "raw": [str(h["guard/loss_raw"]) for h in shown],
+        "schedule": trainer.lr_scheduler.last_epoch,
+    }
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def digest(model: nn.Module) -> str:
+    raw = b"".join(whole(p).contiguous().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(raw).hexdigest()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "trainer":
+        train(sys.argv[2])
+    else:
+        main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""The guard over several processes: one decision, no deadlock, norms as of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import guard_worker as worker
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def launch(mode: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """Run the worker on `ranks` processes; a deadlock ends in the timeout."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, str(ROOT / "tests" / "guard_worker.py"), mode, str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def reference(ranks: int) -> tuple[list[float], list[list[float]]]:
+    """One process: the mean of the ranks' losses, good steps only; norms in float64."""
+    model = worker.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    taken = 0
+    for step in range(worker.STEPS):
+        losses = [worker.loss_of(model, step, r, ranks) for r in range(ranks)]
+        if step == worker.EMPTY_AT:
+            losses = [x for x in losses if not x.isnan()]
+        (sum(losses) / ranks).backward()  # type: ignore[union-attr]
+        norms.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item())
+        if step in (0, worker.EMPTY_AT, worker.STEPS - 1):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = 1e-2 * 0.5**taken
+            optimizer.step()
+            taken += 1
+        optimizer.zero_grad()
+    return norms, [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [
+        ("ddp", 2), ("ddp", 4), ("ddp-fused", 2), ("fsdp", 2), ("fsdp", 4), ("fsdp-fused", 2), ("hsdp", 4),
+        ("accelerate", 2),
+    ],
+)  # fmt: skip
+def test_all_ranks_decide_alike_and_as_one_process_would(mode: str, ranks: int, tmp_path: Path) -> None:
+    found = launch(mode, ranks, tmp_path)
+    for key in ("said", "digests", "schedule", "stop"):
+        assert all(f[key] == found[0][key] for f in found), key
+    kinds = [text.rsplit(" (", 1)[0] for text in found[0]["said"]]
+    assert kinds[0] == kinds[4] == kinds[5] == "stepped None"
+    assert kinds[1] == "skipped non-finite loss"
+    assert kinds[2] == "skipped non-finite gradients"
+    assert kinds[3].startswith("skipped gradient norm over the limit")
+    assert "largest gradients: " in found[0]["said"][3]
+    assert "nearest the loss: 2.bias, 2.weight, 0.bias" in found[0]["said"][2]
+    assert found[0]["schedule"] == 3
+    digests = found[0]["digests"]
+    assert digests[0] == digests[1] == digests[2] == digests[3] != digests[4] != digests[5]
+    assert "4 steps in a row were skipped (7 to 10): 4 x non-finite loss" in found[0]["stop"]
+    norms, weights = reference(ranks)
+    for step in (0, 3, 4, 5):
+        assert found[0]["norms"][step] == pytest.approx(norms[step], rel=1e-5)
+    for got, want in zip(found[0]["weights"], weights, strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-4, atol=1e-6)
