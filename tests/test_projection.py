@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hfpatch
-from hfpatch.errors import ConflictError, InputError, RefusedError, RevertError
+from hfpatch.errors import ConflictError, InputError, RefusedError
 from hfpatch.model import projector as projectors
 from hfpatch.model.survey import Survey
 from hfpatch.model.tiny import SpeechLLM, tiny_model, trained_speech_llm
@@ -514,17 +514,36 @@ def test_one_layer_that_cannot_be_run_alone_is_only_offered() -> None:
     assert (found.decided, "cannot be run alone" in found.reason) == ("opt-in", True)
 
 
+def test_what_was_trained_since_stays_unless_the_patch_is_named(capsys: Any) -> None:
+    model = SpeechLLM(tiny_model("llama"))
+    old = model.speech_proj.weight.clone()
+    fix = hfpatch.apply(model, verbose=False)
+    trained(model.speech_proj, torch.optim.AdamW, 1e-3, 2)
+    learned = copy.deepcopy(model.speech_proj)
+    kept = copy.deepcopy(model)
+    capsys.readouterr()
+    fix.revert()
+    assert "projection-init: speech_proj was trained since and stays as it is" in capsys.readouterr().err
+    assert torch.equal(model.speech_proj.weight, learned.weight)
+    assert torch.equal(model.speech_proj.bias, learned.bias)
+    assert (model.ln_speech.eps, bool(hfpatch.status(model))) == (1e-4, False)
+    hfpatch.revert(kept, only=ID)
+    assert torch.equal(kept.speech_proj.weight, old)
+    assert hfpatch.status(kept).patches == ("embed-token-resolver", "eps-alignment")
+
+
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("slot", ["bias", "weight"])
-def test_a_tensor_that_is_gone_or_of_another_shape_is_an_obstacle_until_named(slot: str) -> None:
+def test_a_tensor_that_is_gone_or_of_another_shape_is_left_alone(slot: str, named: bool) -> None:
     model = SpeechLLM(tiny_model("llama"))
     fix = hfpatch.apply(model, only=ID, verbose=False)
     if slot == "bias":
         model.speech_proj.bias = None
     else:
         model.speech_proj.weight = nn.Parameter(torch.zeros(3, 5))
-    says = "tensor bias is gone" if slot == "bias" else r"tensor weight is of shape \(3, 5\)"
-    with pytest.raises(RevertError, match=says):
+    if named:
+        hfpatch.revert(model, only=ID)
+    else:
         fix.revert()
-    hfpatch.revert(model, only=ID)
     assert not hfpatch.status(model)
     assert slot == "bias" or torch.equal(model.speech_proj.weight, torch.zeros(3, 5))

@@ -188,7 +188,6 @@ class AdapterTargets(Kind):
                 f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped them, so that "
                 f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
             )
-        trained: str | None = None
         for part in record.after.parts:
             config, whose = (
                 _configs(module).get(part.adapter),
@@ -204,9 +203,17 @@ class AdapterTargets(Kind):
                     return f"without its layer at {path}{whose}"
                 if part.adapter in layer.merged_adapters:
                     return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
-                if trained is None and _trained(layer, part.adapter):
-                    trained = f"trained in the layers it gained (B is not 0 at {path}){whose}"
-        return trained
+        return None
+
+    def lost(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        layers = [
+            (part.adapter, layer)
+            for part in record.after.parts
+            for path in part.modules
+            if part.adapter in getattr(layer := record.before.places[path].layer, "lora_A", ())
+        ]
+        trained = sum(_trained(layer, adapter) for adapter, layer in layers)
+        return f"the {trained} layers that were trained since are gone with it" if trained else None
 
     def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
         """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""

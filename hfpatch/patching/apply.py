@@ -14,7 +14,7 @@ from hfpatch.errors import ApplyError, RevertError
 from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, ids, names
-from hfpatch.patching.edits import Edit, do, kind_of, records_of, show, undo
+from hfpatch.patching.edits import Edit, do, forget, kind_of, records_of, show, undo
 from hfpatch.patching.guards import compiled_already
 from hfpatch.patching.kind import Record
 from hfpatch.patching.language import UNASKED
@@ -57,6 +57,9 @@ class Applied:
 
     def revert(self) -> None:
         """Put back everything this application changed; a second call finds nothing to do.
+
+        Tensors that a patch drew and that were trained since stay as they are, which is said; layers that a patch
+        added go, trained or not, which is said too.
 
         Raises:
             RevertError: The model was compiled and called meanwhile, or something else was changed on top.
@@ -265,8 +268,8 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
 
     Args:
         model: As for `hfpatch.apply`.
-        only: Ids or globs of the patches to undo. What was trained or set on top of a patch is an obstacle,
-            unless the patch is named here by its id: then that is thrown away.
+        only: Ids or globs of the patches to undo. What was set on top of a patch since is an obstacle, and a tensor
+            trained since stays as it is, unless the patch is named here by its id: then that is thrown away.
         exclude: Ids or globs of the patches to keep.
 
     Raises:
@@ -298,16 +301,30 @@ def _undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named:
     unseen = next((text for _, _, r in log if (text := kind_of(r.kind).unseen)), "")
     if unseen and (reason := compiled_already(Survey(model))):
         raise RevertError(f"cannot be undone now: {reason}")
+    trained: set[tuple[int, str]] = set()
     for path, module, r in log:
-        now = kind_of(r.kind).changed(model, module, r)
-        if now is not None and r.patch not in named:
+        kind = kind_of(r.kind)
+        now = kind.changed(model, module, r)
+        if now is None or r.patch in named:
+            continue
+        if not kind.trains:
             raise RevertError(
                 f"changed since, so not put back: {path or 'the model'}: {r.slot} is {now}, hfpatch had set it to "
                 f"{show(r.after)}. hfpatch.revert(model, exclude={r.patch!r}) leaves it as it is and undoes the rest, "
                 f"hfpatch.revert(model, only={r.patch!r}) puts it back to what it was before the patch"
             )
-    for _, module, record in reversed(log):
-        undo(model, module, record)
+        trained.add((id(module), r.patch))
+    lines: dict[str, None] = {}
+    for path, module, r in reversed(log):
+        if (id(module), r.patch) in trained:
+            lines[f"hfpatch: {r.patch}: {path or 'the model'} was trained since and stays as it is"] = None
+            forget(module, r)
+            continue
+        lost = kind_of(r.kind).lost(model, module, r)
+        undo(model, module, r)
+        if lost is not None:
+            lines[f"hfpatch: {r.patch} reverted: {lost}"] = None
+    say(list(lines))
 
 
 def _counted(edits: int) -> str:

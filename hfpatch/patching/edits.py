@@ -205,6 +205,11 @@ def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
 def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
     """Put back what was there before a record, and forget the record."""
     kind_of(record.kind).restore(root, module, record)
+    forget(module, record)
+
+
+def forget(module: nn.Module, record: Record) -> None:
+    """Drop a record and leave what it is about as it is."""
     rest = [r for r in records_of(module) if r is not record]
     if rest:
         module.__dict__[RECORDS] = rest

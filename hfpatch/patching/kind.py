@@ -54,7 +54,7 @@ class Kind:
     """Why code that torch.compile has made already would not notice the edit; empty where it does."""
 
     trains: ClassVar[bool] = False
-    """Whether training changes what the edit has set, which is no undoing of it."""
+    """Whether training changes what the edit has set: no undoing of it, and nothing that an undo may take away."""
 
     def now(self, module: nn.Module, slot: str) -> Any:
         """What is there now, for a plan's table; `ABSENT` for nothing."""
@@ -74,6 +74,10 @@ class Kind:
 
     def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
         """What somebody else made of the slot since; None where it is as we left it."""
+        return None
+
+    def lost(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        """What an undo throws away that somebody may miss; None for nothing."""
         return None
 
     def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:

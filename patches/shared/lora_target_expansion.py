@@ -21,12 +21,11 @@ Before injection expand the config with `hfpatch.lora_config(model, base=config)
 Refused: a regular expression as target (nothing can be joined to it), an adapter that is merged, one whose
 initialisation changes the base (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA: loading would change it again), variants
 such as aLoRA or KaSA, and a model inside DDP, FSDP or DeepSpeed, which fix their parameters when they wrap.
-Reverting takes the new layers out, and nothing else; layers of adapters added later stay. If they were trained (B
-is not 0), only `hfpatch.revert(model, only="lora-target-expansion")` does. A DDP, FSDP or DeepSpeed wrapper has to
-come off first, and is not seen when only the model in it is passed. Taking merged layers out rounds the base weights
-as PEFT's unmerge does. DoRA in half precision recomputes norms in another dtype than its magnitudes, so there
-outputs move by a rounding, as with DoRA's own layers. Where PEFT reads a name as
-routed experts (gate_proj in Qwen-like mixtures of experts), maps of that name are left out; `lora_config`
+Reverting takes the new layers out, trained or not (and says so), and nothing else; layers of adapters added later
+stay. A DDP, FSDP or DeepSpeed wrapper has to come off first, and is not seen when only the model in it is passed.
+Taking merged layers out rounds the base weights as PEFT's unmerge does. DoRA in half precision recomputes norms in
+another dtype than its magnitudes, so there outputs move by a rounding, as with DoRA's own layers. Where PEFT reads
+a name as routed experts (gate_proj in Qwen-like mixtures of experts), maps of that name are left out; `lora_config`
 reaches them before injection.
 
 ## Sources
