@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 
 from hfpatch.model.tiny import rescale, tiny_model
 
+ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}
 
 
@@ -27,6 +31,16 @@ def no_process_group_left() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def load_script(path: str) -> Any:
+    """A script of the repository, by its path there, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @cache

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import hfpatch
 from hfpatch.patching import registry
+from tests.conftest import load_script
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 def test_figures_are_those_of_the_results() -> None:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.filled(README) == README
+    assert load_script("benchmarks/readme.py").filled(README) == README
     assert "NaN losses stock" in README
 
 

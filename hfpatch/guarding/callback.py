@@ -15,6 +15,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,17 +75,9 @@ class GuardCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into a checkpoint."""
-        limits = self.limits
-        arguments: dict[str, Any] = {
-            "explode_at": limits.explode_at,
-            "spike_at": limits.spike_at,
-            "max_skips": limits.max_skips,
-            "min_scale": limits.min_scale,
-            "check_parameters": limits.check_parameters,
-            "verbose": self.verbose,
-        }
         if self.judge is not None and not self.judge.open:
             self.saved = self.judge.state_dict()
+        arguments = {**asdict(self.limits), "verbose": self.verbose}
         return {"args": arguments, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.errors import InputError
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import ADAPTERS, TOOL_PACKAGES, Submodel, Survey, stock_class
+from hfpatch.model.survey import ADAPTERS, TOOL_PACKAGES, Submodel, Survey, inside, stock_class, without_copy
 
 Shape = frozenset[tuple[str, str]]
 """(path with list indices made N, class name) of each module: a model's structure, whatever its depth."""
@@ -33,9 +32,9 @@ def added_modules(survey: Survey) -> dict[str, nn.Module]:
     added: dict[str, nn.Module] = {}
     for submodel in survey.outermost_built:
         added.update(_differing(survey, submodel))
-    inside = [submodel.path for submodel in survey.outermost_built]
+    built = [submodel.path for submodel in survey.outermost_built]
     for path, module in survey.modules.items():
-        if path and not any(path == p or path.startswith(f"{p}." if p else "") for p in inside) and _counts(module):
+        if path and not any(inside(path, outer) for outer in built) and _counts(module):
             added[path] = module
     for path in named_by_caller(survey):
         added.update(survey.below(path))
@@ -101,7 +100,7 @@ def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str
         if type(module).__module__.startswith(ADAPTERS):
             skip = f"{path}."
             continue
-        relative = re.sub(r"\.modules_to_save\.[^.]+", "", path[start:])
+        relative = without_copy(path[start:])
         if "_orig_mod" in relative:
             relative = ".".join(name for name in relative.split(".") if name != "_orig_mod")
         out.append(((_generic(relative), _class_name(module)), path, module))

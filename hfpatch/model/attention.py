@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,11 +35,8 @@ class Attention:
 
 def attentions(survey: Survey, submodel: Submodel) -> list[Attention]:
     """Attention modules of a submodel's own, those of submodels inside it left out."""
-    inner = [s.path for s in survey.submodels if s is not submodel and len(s.path) > len(submodel.path)]
     out: list[Attention] = []
-    for path, module in survey.below(submodel.path):
-        if any(path == p or path.startswith(f"{p}.") for p in inner):
-            continue
+    for path, module in survey.own(submodel):
         eager = eager_function(type(module))
         if eager is not None:
             sinks = any(isinstance(getattr(module, n, None), torch.Tensor) for n in ("sinks", "sink"))
@@ -46,6 +44,7 @@ def attentions(survey: Survey, submodel: Submodel) -> list[Attention]:
     return out
 
 
+@cache
 def eager_function(cls: type[nn.Module]) -> Callable[..., Any] | None:
     """The eager attention of a class whose forward looks its attention up in `AttentionInterface`; else None."""
     forward: Any = inspect.unwrap(cls.forward)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Submodel, Survey, inside
 
 PARTS = ("proj", "connector", "adapter", "adaptor", "merger", "bridge", "align", "resampler", "perceiver", "qformer")
 SOURCES = ("speech", "audio", "vision", "visual", "image", "video", "multimodal", "modality")
@@ -57,7 +57,7 @@ def by_place(survey: Survey, backbone: Submodel, at: str, reads: int, width: int
 
 def encoders(survey: Survey, backbone: Submodel) -> list[Submodel]:
     """Submodels beside a language model: not itself, and none that holds it."""
-    return [s for s in survey.submodels if not f"{backbone.path}.".startswith(f"{s.path}." if s.path else "")]
+    return [s for s in survey.submodels if not inside(backbone.path, s.path)]
 
 
 def is_otherwise(names: Iterable[str]) -> bool:

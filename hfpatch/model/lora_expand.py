@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -15,9 +14,9 @@ from hfpatch.errors import InputError
 from hfpatch.model.eps import starred
 from hfpatch.model.lora import Coverage, coverage_of
 from hfpatch.model.lora_maps import Matrix, Reading
-from hfpatch.model.lora_places import is_tuner, under
+from hfpatch.model.lora_places import is_tuner
 from hfpatch.model.lora_spec import Namer
-from hfpatch.model.survey import Survey
+from hfpatch.model.survey import Survey, inside
 
 KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal"})
 """Initialisations by name, beside the default, that leave the base weights alone when made and when loaded."""
@@ -287,10 +286,6 @@ def expanded(reading: Reading, base: Any) -> tuple[Any, tuple[str, ...]]:
     return config, missing
 
 
-_GAPS: WeakKeyDictionary[Survey, dict[tuple[int, tuple[str, ...]], tuple[Gap, ...]]] = WeakKeyDictionary()
-"""A plan asks the same question of one survey several times."""
-
-
 def gaps(survey: Survey, tuner: nn.Module, adapters: str | Sequence[str] = ()) -> tuple[Gap, ...]:
     """What the adapters of a PEFT model miss.
 
@@ -313,11 +308,12 @@ def gaps(survey: Survey, tuner: nn.Module, adapters: str | Sequence[str] = ()) -
         if name not in have:
             raise InputError(f"adapters: no adapter {name!r}; the model has {', '.join(have)}")
     names = tuple(asked or there.active_adapters)
-    kept = _GAPS.setdefault(survey, {})
-    if (id(tuner), names) not in kept:
+
+    def read() -> tuple[Gap, ...]:
         reading = Reading(tuner)
-        kept[id(tuner), names] = tuple(gap(tuner, name, reading) for name in names)
-    return kept[id(tuner), names]
+        return tuple(gap(tuner, name, reading) for name in names)
+
+    return survey.once(("gaps", id(tuner), names), read)
 
 
 SHARDED = {
@@ -353,6 +349,6 @@ def unmanaged(survey: Survey) -> bool:
     """Whether there are LoRA layers that no `LoraModel` manages: those of transformers' `add_adapter`."""
     managed = list(tuners(survey))
     return any(
-        "lora_A" in module.__dict__["_modules"] and not any(under(path, top) for top in managed)
+        "lora_A" in module.__dict__["_modules"] and not any(inside(path, top) for top in managed)
         for path, module in survey.modules.items()
     )

@@ -17,9 +17,9 @@ from torch import nn
 from hfpatch.errors import InputError
 from hfpatch.model.embed import find_embedding, resolve
 from hfpatch.model.lora_linear import features, refusal
-from hfpatch.model.lora_places import Place, ancestors, frame_of, places, under, without_adapter
+from hfpatch.model.lora_places import Place, ancestors, frame_of, places, without_adapter
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Submodel, Survey, inside
 
 SCOPES = ("language", "vision", "audio", "projector", "all")
 
@@ -83,7 +83,7 @@ class Reading:
         lists: dict[str, list[list[str]]] = {}
         taken: list[str] = []
         for path, place in self.places.items():
-            if not isinstance(place.module, (nn.ModuleList, nn.Sequential)) or any(under(path, t) for t in taken):
+            if not isinstance(place.module, (nn.ModuleList, nn.Sequential)) or any(inside(path, t) for t in taken):
                 continue
             items = [f"{path}.{name}" for name in place.module.__dict__["_modules"]]
             if items and all(item in with_map and item in with_norm for item in items):
@@ -100,15 +100,12 @@ class Reading:
 
     def home(self, path: str) -> str:
         """Path of the innermost submodel a module lies in; empty outside all of them."""
-        return max((p for p in self._homes if under(path, p)), key=len, default="")
-
-    @cached_property
-    def _homes(self) -> tuple[str, ...]:
-        return tuple(s.path for s in self.survey.submodels)
+        holder = self.survey.holder(path)
+        return "" if holder is None else holder.path
 
     def is_language(self, home: str) -> bool:
         """Whether the submodel at this path reads tokens, or holds one that does."""
-        return any(under(s.path, home) and _reads_tokens(s) for s in self.survey.submodels)
+        return any(inside(s.path, home) and _reads_tokens(s) for s in self.survey.submodels)
 
     def sense(self, home: str) -> str | None:
         """What a tower perceives: vision, audio; None for a language model, or where it cannot be told."""
@@ -178,7 +175,7 @@ class Reading:
         """A path and those below it, in order."""
         listed = self._listed
         for i in range(self._order[top], len(listed)):
-            if not under(listed[i], top):
+            if not inside(listed[i], top):
                 return
             yield listed[i]
 

@@ -84,11 +84,6 @@ def without_adapter(module: nn.Module) -> nn.Module:
             return module
 
 
-def under(path: str, top: str) -> bool:
-    """Whether a path is `top` or below it."""
-    return top in ("", path) or path.startswith(f"{top}.")
-
-
 def ancestors(path: str) -> Iterator[str]:
     """A path and those above it, the root left out."""
     while path:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,10 +14,9 @@ from hfpatch.model import evidence
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.named import paths as paths_named
 from hfpatch.model.noise import Run, rms, run_on_noise
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Submodel, Survey, inside, without_copy
 from hfpatch.model.untouched import default_init, untouched
 
-T = TypeVar("T")
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HOLDS = frozenset({"base_layer", "original_module", "modules_to_save", "base_model", "model"})
@@ -76,7 +72,7 @@ def embedding_rms(survey: Survey, backbone: Submodel) -> float | None:
         with torch.no_grad():
             return rms(embedding(ids.to(table.weight.device)))
 
-    return _once(survey, ("embedding", backbone.path), measure)
+    return survey.once(("embedding", backbone.path), measure)
 
 
 def proved(survey: Survey, projector: Projector) -> bool:
@@ -88,7 +84,7 @@ def proved(survey: Survey, projector: Projector) -> bool:
             untouched(layers[0]) if len(layers) == 1 else all(default_init(layer) for layer in layers)
         )
 
-    return _once(survey, ("proved", projector.path), judge)
+    return survey.once(("proved", projector.path), judge)
 
 
 def input_rms(survey: Survey, projector: Projector, outer: float) -> float:
@@ -98,7 +94,7 @@ def input_rms(survey: Survey, projector: Projector, outer: float) -> float:
     """
     if projector.inside is projector.layer:
         return outer
-    run = _once(survey, ("probe", id(projector.inside), outer), lambda: run_on_noise(projector.inside, outer))
+    run = survey.once(("probe", id(projector.inside), outer), lambda: run_on_noise(projector.inside, outer))
     return run.reads.get(_place(projector.inside, projector.layer)) or outer
 
 
@@ -126,7 +122,7 @@ def choose(
         RefusedError: There are several and none is named, or one does not fit.
     """
     if modules:
-        named_ones = _once(survey, ("named", *modules), lambda: tuple(_named(survey, backbone, modules)))
+        named_ones = survey.once(("named", *modules), lambda: tuple(_named(survey, backbone, modules)))
         _check_writable(survey, named_ones)
         return named_ones
     fit = [p for p in _candidates(survey, backbone, other) if p.ends is not False]
@@ -161,12 +157,12 @@ def unfit(survey: Survey, backbone: Submodel, other: Iterable[str] = ()) -> list
 
 
 def _candidates(survey: Survey, backbone: Submodel, other: Iterable[str]) -> list[Projector]:
-    every = _once(survey, ("found", backbone.path), lambda: found(survey, backbone))
+    every = survey.once(("found", backbone.path), lambda: found(survey, backbone))
     return [p for p in every if not _within(p.path, other)]
 
 
 def _within(path: str, others: Iterable[str]) -> bool:
-    return any(path == o or path.startswith(f"{o}.") for o in others)
+    return any(inside(path, other) for other in others)
 
 
 def _not_the_end(at: str, path: str) -> str:
@@ -239,7 +235,7 @@ def found(survey: Survey, backbone: Submodel) -> tuple[Projector, ...]:
         if may_be_head and (inside is layer or not _evidence(survey, backbone, path, at, inside, size)):
             continue
         if path in _last(survey, at, inside):
-            kept.setdefault(_without_copy(path), []).append((path, layer, inside))
+            kept.setdefault(without_copy(path), []).append((path, layer, inside))
     return tuple(_speaking(survey, backbone, _projector(each)) for each in kept.values())
 
 
@@ -253,7 +249,7 @@ def _speaking(survey: Survey, backbone: Submodel, projector: Projector) -> Proje
 
 
 def _evidence(survey: Survey, backbone: Submodel, path: str, at: str, inside: nn.Module, size: int | None) -> str:
-    whole, outer = _without_copy(path).split("."), at.split(".")
+    whole, outer = without_copy(path).split("."), at.split(".")
     first = min(len(outer), len(whole)) - 1
     if first and isinstance(survey.modules.get(".".join(whole[:first])), (nn.ModuleList, nn.ModuleDict)):
         first -= 1
@@ -282,7 +278,7 @@ def named(survey: Survey, path: str) -> Projector | None:
         return None
     peft = _is_peft(module)
     last = linears[-1][0] if peft else _last(survey, path, module)[-1]
-    own = [(p, m) for p, m in linears if _without_copy(p) == _without_copy(last)]
+    own = [(p, m) for p, m in linears if without_copy(p) == without_copy(last)]
     ends = True if peft or isinstance(module, (nn.ModuleList, nn.ModuleDict)) else _run(survey, path, module).ends
     return replace(_projector([(p, m, m if peft else module) for p, m in own]), at=path, ends=ends)
 
@@ -312,11 +308,10 @@ def _layers(survey: Survey, backbone: Submodel) -> Iterator[tuple[str, Layer]]:
     for path, module in survey.added.items():
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_adapter(survey, path):
             continue
-        if stack is not None and path.startswith(f"{stack.path}."):
+        if stack is not None and inside(path, stack.path):
             continue
-        holders = [s.path for s in survey.submodels if s.path == "" or path.startswith(f"{s.path}.")]
-        holder = max(holders, key=len, default=None)
-        if holder is None or holder in ("", backbone.path) or backbone.path.startswith(f"{holder}."):
+        holder = survey.holder(path)
+        if holder is None or inside(backbone.path, holder.path):
             yield path, module
 
 
@@ -332,7 +327,7 @@ def _inside(survey: Survey, path: str) -> tuple[str, nn.Module]:
     for end in range(len(parts) - 1, 0, -1):
         at = ".".join(parts[:end])
         module = survey.modules[at]
-        if _is_peft(module) or any(s.path == at or s.path.startswith(f"{at}.") for s in survey.submodels):
+        if _is_peft(module) or any(inside(s.path, at) for s in survey.submodels):
             break
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             best = at
@@ -349,7 +344,7 @@ def _last(survey: Survey, at: str, inside: nn.Module) -> list[str]:
 
 
 def _run(survey: Survey, at: str, inside: nn.Module) -> Run:
-    return _once(survey, ("probe", id(inside), 1.0), lambda: run_on_noise(inside, 1.0))
+    return survey.once(("probe", id(inside), 1.0), lambda: run_on_noise(inside, 1.0))
 
 
 def _place(outer: nn.Module, inner: nn.Module) -> str:
@@ -371,22 +366,7 @@ def _is_peft(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.")
 
 
-def _without_copy(path: str) -> str:
-    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)", "", path)
-
-
 def _table(backbone: Submodel) -> nn.Embedding | None:
     embedding = find_embedding(backbone.model)
     tables = [] if embedding is None else [m for m in embedding.modules() if isinstance(m, nn.Embedding)]
     return tables[0] if tables and tables[0].weight.dim() == 2 else None
-
-
-_KNOWN: WeakKeyDictionary[Survey, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
-
-
-def _once(survey: Survey, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """A measurement, made once a survey: a plan asks for it several times."""
-    known = _KNOWN.setdefault(survey, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]

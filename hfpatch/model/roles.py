@@ -100,13 +100,10 @@ def _is_self(node: ast.AST) -> bool:
 
 def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] | None:
     """The list of `num_hidden_layers` blocks that is nearest the submodel's root and in no other submodel."""
-    others = [s.path for s in survey.submodels if s is not submodel and len(s.path) > len(submodel.path)]
     depth = getattr(submodel.model.config, "num_hidden_layers", None)
     best: tuple[int, str, list[Place]] | None = None
-    for path, module in survey.below(submodel.path):
+    for path, module in survey.own(submodel):
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        if any(path.startswith(f"{o}.") for o in others):
             continue
         if any(name.isdigit() for name in path[len(submodel.path) :].split(".")):  # a list inside a block
             continue

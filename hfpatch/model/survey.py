@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +14,10 @@ from transformers import PreTrainedModel
 from hfpatch.errors import NotAModelError
 
 if TYPE_CHECKING:
+    from hfpatch.model.attention import Attention
     from hfpatch.model.roles import Stack
+
+T = TypeVar("T")
 
 ADAPTERS = ("peft.", "accelerate.", "bitsandbytes.")
 """Packages whose modules stand in the place of a model's own ones and hold them."""
@@ -59,6 +63,7 @@ class Survey:
         self.modules: dict[str, nn.Module] = dict(self.root.named_modules())
         self.paths: dict[int, str] = {id(m): p for p, m in self.modules.items()}
         self.named_by_caller = added
+        self._known: dict[Any, Any] = {}
 
     def path(self, module: nn.Module) -> str:
         """Path of a module from the root."""
@@ -78,12 +83,37 @@ class Survey:
 
         return {s.path: found for s in self.submodels if (found := stack(self, s)) is not None}
 
+    @cached_property
+    def attentions(self) -> dict[str, list[Attention]]:
+        """Attention modules of each submodel's own, by the submodel's path."""
+        from hfpatch.model.attention import attentions
+
+        return {s.path: attentions(self, s) for s in self.submodels}
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for this survey: a plan asks for it several times."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """A module and everything in it, with paths from the root."""
         prefix = f"{path}." if path else ""
         for name, module in self.modules.items():
             if name == path or name.startswith(prefix):
                 yield name, module
+
+    def own(self, submodel: Submodel) -> Iterator[tuple[str, nn.Module]]:
+        """What of a submodel lies in no other submodel, with paths from the root."""
+        inner = [s.path for s in self.submodels if s is not submodel and len(s.path) > len(submodel.path)]
+        for path, module in self.below(submodel.path):
+            if not any(inside(path, other) for other in inner):
+                yield path, module
+
+    def holder(self, path: str) -> Submodel | None:
+        """The innermost submodel a module lies in; None outside all of them."""
+        holders = [s for s in self.submodels if inside(path, s.path)]
+        return max(holders, key=lambda s: len(s.path)) if holders else None
 
     @cached_property
     def submodels(self) -> tuple[Submodel, ...]:
@@ -97,7 +127,7 @@ class Survey:
             ):
                 continue  # somebody's own composite: what it holds are the submodels
             model_type = getattr(module.config, "model_type", "")
-            if not any(_inside(path, s.path) and s.architecture == model_type for s in found):
+            if not any(inside(path, s.path) and s.architecture == model_type for s in found):
                 found.append(Submodel(path, module))
         return tuple(found)
 
@@ -105,7 +135,7 @@ class Survey:
     def outermost_built(self) -> tuple[Submodel, ...]:
         """Submodels with a class of transformers behind them that lie in no other such submodel."""
         built = [s for s in self.submodels if stock_class(s.model) is not None]
-        return tuple(s for s in built if not any(o is not s and _inside(s.path, o.path) for o in built))
+        return tuple(s for s in built if not any(o is not s and inside(s.path, o.path) for o in built))
 
     @cached_property
     def compiled(self) -> tuple[str, ...]:
@@ -144,8 +174,14 @@ def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
     return None
 
 
-def _inside(path: str, outer: str) -> bool:
+def inside(path: str, outer: str) -> bool:
+    """Whether a path is `outer` or below it; every path is inside the root, whose path is empty."""
     return outer in ("", path) or path.startswith(f"{outer}.")
+
+
+def without_copy(path: str) -> str:
+    """A path without PEFT's names for the copies it keeps of one module (`modules_to_save`)."""
+    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)", "", path)
 
 
 def _is_compiled(module: nn.Module) -> bool:

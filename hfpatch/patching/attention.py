@@ -24,12 +24,8 @@ from hfpatch.numerics.attention import (
     fp32_logits_mask,
     sdpa_without_cudnn,
 )
+from hfpatch.patching.edits import FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN
 from hfpatch.patching.kind import Kind, Record
-
-FP32_LOGITS = "hfpatch_fp32_logits"
-FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
-"""With eager attention's masks: for submodels that are not all causal, or whose code wants masks to add."""
-WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
 
 # When this module is imported and not when a patch is applied: a model that was pickled with its choice
 # names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.

@@ -55,12 +55,10 @@ class Context:
         dtype = self.compute_dtype or (weights_dtype(self.submodel.model) if self.submodel else None)
         return str(dtype).removeprefix("torch.")
 
-    @cached_property
+    @property
     def attentions(self) -> list[Attention]:
         """Attention modules of the submodel's own that go through transformers' `AttentionInterface`."""
-        from hfpatch.model.attention import attentions
-
-        return [] if self.submodel is None else attentions(self.survey, self.submodel)
+        return [] if self.submodel is None else self.survey.attentions[self.submodel.path]
 
     @property
     def attention(self) -> str:

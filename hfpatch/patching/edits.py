@@ -33,6 +33,12 @@ RECORDS = "_hfpatch"
 """Key in a module's `__dict__` under which its records are kept while it is edited."""
 
 
+FP32_LOGITS = "hfpatch_fp32_logits"
+FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
+"""With eager attention's masks: for submodels that are not all causal, or whose code wants masks to add."""
+WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
+
+
 @dataclass(frozen=True)
 class Edit:
     """One change to one module.

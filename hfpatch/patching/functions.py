@@ -11,6 +11,7 @@ second pair of hooks hides their additions from the mode.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,8 +22,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from hfpatch.errors import RefusedError
+from hfpatch.model.tanh import may_add_one
 from hfpatch.numerics.modulation import delta
-from hfpatch.patching.kind import Kind, Record
+from hfpatch.patching.hook_kind import HookKind
+from hfpatch.patching.kind import Record
 
 SLOT = "1 + tanh"
 
@@ -270,17 +273,13 @@ class Leave:
             top.caller = None  # a frame keeps its tensors
 
 
-class OnePlusTanh(Kind):
+class OnePlusTanh(HookKind):
     """1 + tanh in a module's own forward becomes a bounded factor. `record.before` holds the hooks, by module."""
-
-    unseen = "torch.compile would go on running the code it made without the hooks"
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
         """The hooks that will be set: `((module, enter, leave), ...)`, the edited module's first."""
-        from hfpatch.patching.probe import mentions_tanh
-
         pairs: list[tuple[nn.Module, Enter, Leave]] = []
-        others = [m for m in module.modules() if m is not module and mentions_tanh(m)]
+        others = [m for m in module.modules() if m is not module and may_add_one(m)]
         for each, bounds in ((module, after), *((m, None) for m in others)):
             enter = Enter(bounds)
             pairs.append((each, enter, Leave(enter)))
@@ -293,32 +292,8 @@ class OnePlusTanh(Kind):
             each.register_forward_pre_hook(enter, with_kwargs=True, prepend=not own)
             each.register_forward_hook(leave, prepend=own, always_call=True)
 
-    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        for each, *hooks in record.before:
-            tables = _tables(each)
-            for key in [k for t in tables for k, h in t.items() if any(h is hook for hook in hooks)]:
-                for table in tables:
-                    table.pop(key, None)
-
-    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
-        held = [(table, dict(table)) for each, *_ in record.before for table in _tables(each)]
-        self.restore(root, module, record)
-        return held
-
-    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
-        for table, was in held:
-            table.clear()
-            table.update(was)
-
-
-def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    )
+    def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
+        return ((each, tuple(hooks)) for each, *hooks in record.before)
 
 
 def _one_and(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

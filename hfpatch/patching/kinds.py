@@ -1,10 +1,8 @@
-# hooks are found and taken off by identity, which torch's handles cannot do on a deepcopy
-# pyright: reportPrivateUsage=false
 """The closed set of kinds of edit, by name; the plain ones are here, the others have a file each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import nn
 from hfpatch.patching.adapters import AdapterTargets
 from hfpatch.patching.attention import AttentionChoice
 from hfpatch.patching.functions import OnePlusTanh
+from hfpatch.patching.hook_kind import HookKind
 from hfpatch.patching.kind import ABSENT, Kind, Record
 
 
@@ -40,10 +39,8 @@ class Attribute(Kind):
         return None if now == record.after else str(now)
 
 
-class Hook(Kind):
-    """A forward hook that casts: `record.after` is the hook itself, found again by identity."""
-
-    unseen = "torch.compile would go on running the code it made without the hooks"
+class Hook(HookKind):
+    """A forward hook that casts: `record.after` is the hook itself."""
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         if record.slot.startswith("input"):
@@ -51,21 +48,8 @@ class Hook(Kind):
         else:
             module.register_forward_hook(record.after)
 
-    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        for hooks, flags in _hook_tables(module):
-            for key in [k for k, hook in hooks.items() if hook is record.after]:
-                for table in (hooks, *flags):
-                    table.pop(key, None)
-
-    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
-        held = [(table, dict(table)) for hooks, flags in _hook_tables(module) for table in (hooks, *flags)]
-        self.restore(root, module, record)
-        return held
-
-    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
-        for table, was in held:  # all of them, in the order they had
-            table.clear()
-            table.update(was)
+    def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
+        yield module, (record.after,)
 
 
 class TensorInPlace(Kind):
@@ -124,14 +108,6 @@ def _put(module: nn.Module, record: Record, values: torch.Tensor) -> None:
     if tensor is not None and tensor.shape == values.shape:
         with torch.no_grad():
             tensor.copy_(values)
-
-
-def _hook_tables(module: nn.Module) -> tuple[tuple[dict[int, Any], tuple[dict[int, Any], ...]], ...]:
-    """Tables of hooks, before and after forward, each with the tables that say how a hook is called."""
-    return (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-    )
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -77,32 +76,22 @@ class Runs:
     shapes: Shapes | None = None
 
 
-def mentions_tanh(module: nn.Module) -> bool:
-    """Whether a module's own code may add 1 to a tanh."""
-    return may_add_one(module)
-
-
 def modulations(survey: Survey, named: tuple[str, ...] = ()) -> Mapping[str, Found]:
-    """What a probe finds, by path: of the user's modules whose code may add 1 to a tanh, and of those that are named.
+    """What a probe finds, by path: of the user's modules whose code may add 1 to a tanh, and of those named."""
 
-    Asked once of a survey, which lives as long as one plan.
-    """
-    kept = _KEPT.setdefault(survey, {})
-    if named not in kept:
+    def find() -> dict[str, Found]:
         own = {p: m for p, m in survey.modules.items() if p in survey.added or _users(m)}
         # what PEFT keeps of a module it saves a copy of runs with adapters disabled only: that is to be stock
-        places = {p: m for p, m in own.items() if "original_module" not in p.split(".") and mentions_tanh(m)}
+        places = {p: m for p, m in own.items() if "original_module" not in p.split(".") and may_add_one(m)}
         places.update({path: survey.modules[path] for path in named})
-        kept[named] = {
+        return {
             found.path: found
             for found in probe(places.items())
             # what holds the model has many reasons not to run, and a 1 somewhere: its own code has to have a tanh
             if not found.failure or found.path in named or found.path in survey.added or mention(found.module).tanh
         }
-    return kept[named]
 
-
-_KEPT: WeakKeyDictionary[Survey, dict[tuple[str, ...], dict[str, Found]]] = WeakKeyDictionary()
+    return survey.once(("modulations", named), find)
 
 
 def _users(module: nn.Module) -> bool:

@@ -88,7 +88,8 @@ def added_norms() -> Selection:
 
         home = context.submodel.path if context.submodel else ""
         for path, module in context.added.items():
-            if is_norm(module) and home == (context.feeds if (holder := _holder(context, path)) is None else holder):
+            holder = context.survey.holder(path) if is_norm(module) else None
+            if is_norm(module) and home == (context.feeds if holder is None else holder.path):
                 yield Target(path, module)
 
     return Selection("added norms", find)
@@ -100,7 +101,7 @@ def loose_norms() -> Selection:
     def find(context: Context) -> Iterable[Target]:
         from hfpatch.model.norms import is_norm
 
-        loose = ((p, m) for p, m in context.added.items() if is_norm(m) and _holder(context, p) is None)
+        loose = ((p, m) for p, m in context.added.items() if is_norm(m) and context.survey.holder(p) is None)
         return _targets(loose)
 
     return Selection("added norms outside all submodels", find)
@@ -114,12 +115,6 @@ def submodel() -> Selection:
 def root() -> Selection:
     """The object the caller passed."""
     return Selection("the model itself", lambda c: (Target("", c.survey.root),))
-
-
-def _holder(context: Context, path: str) -> str | None:
-    """Path of the innermost submodel a module lies in; None outside all of them."""
-    holders = [s.path for s in context.survey.submodels if s.path == "" or path.startswith(f"{s.path}.")]
-    return max(holders, key=len) if holders else None
 
 
 def _targets(places: Iterable[tuple[str, nn.Module]]) -> Iterable[Target]:

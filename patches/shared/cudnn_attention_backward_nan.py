@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hfpatch.patching.context import Context
     from hfpatch.patching.trial import Trial
 
-NAME = "hfpatch_sdpa_without_cudnn"
 HOPPER = (9, 0)
 
 FAILING = {"*q_proj.bias": 4.0, "*k_proj.bias": -4.0}
@@ -53,7 +52,7 @@ def condition(context: Context) -> Verdict:
 
     if not context.attentions or context.submodel is None:
         return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
-    if context.attention not in ("sdpa", NAME):
+    if context.attention not in ("sdpa", edits.WITHOUT_CUDNN):
         return NotNeeded(f"its attention is {context.attention}, not sdpa")
     device = next(context.submodel.model.parameters()).device
     if device.type != "cuda":
@@ -87,7 +86,7 @@ PATCH = Patch(
     title="sdpa attention without the cuDNN kernel whose gradients are NaN",
     architectures=("*",),
     condition=condition,
-    edits=(edits.choose_attention(select.submodel(), NAME, "compute attention without cuDNN"),),
+    edits=(edits.choose_attention(select.submodel(), edits.WITHOUT_CUDNN, "compute attention without cuDNN"),),
     effect="equivalent",
     symptom=symptom,
     repros=(FAILS,),

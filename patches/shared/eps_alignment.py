@@ -32,7 +32,6 @@ follow the config); the SALMONN-style speech LLMs that set eps by hand.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -80,14 +79,11 @@ def condition(context: Context) -> Verdict:
 def effect(context: Context, target: Target) -> Effect:
     """Prepares where nothing was learned with the old eps. Copies that PEFT keeps of one norm are judged together."""
     from hfpatch.model.norms import as_made, untrained
+    from hfpatch.model.survey import without_copy
 
-    copies = [t.module for t in NORMS.targets(context) if _without_copy(t.path) == _without_copy(target.path)]
+    copies = [t.module for t in NORMS.targets(context) if without_copy(t.path) == without_copy(target.path)]
     proved = any(untrained(m) for m in copies) and all(as_made(m) for m in copies)
     return "prepares" if proved else "changes-function"
-
-
-def _without_copy(path: str) -> str:
-    return re.sub(r"\.(original_module|modules_to_save\.[^.]+)$", "", path)
 
 
 def symptom(trial: Trial) -> str | None:

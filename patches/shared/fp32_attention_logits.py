@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
     from hfpatch.patching.trial import Trial
 
-NAMES = ("hfpatch_fp32_logits", "hfpatch_fp32_logits_masked")
+NAMES = (edits.FP32_LOGITS, edits.FP32_LOGITS_MASKED)
 
 FAILING = {"*q_proj.bias": 120.0, "*k_proj.bias": -120.0}
 """Products of about -115,000, the same for each pair of tokens: beyond float16, and no matter to a softmax."""

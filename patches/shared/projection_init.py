@@ -120,11 +120,12 @@ def _named(context: Context) -> tuple[str, ...]:
 
 def _modulated(context: Context) -> tuple[str, ...]:
     """Paths of modules that multiply by 1 + tanh: their layers write factors, no embeddings."""
+    from hfpatch.model.survey import inside
     from hfpatch.patching.probe import modulations
 
     home = context.submodel.path if context.submodel else ""
     found = modulations(context.survey)
-    return tuple(p for p, f in found.items() if f.count and p and not f"{home}.".startswith(f"{p}."))
+    return tuple(p for p, f in found.items() if f.count and p and not inside(home, p))
 
 
 def _draw(context: Context, target: Target) -> object:

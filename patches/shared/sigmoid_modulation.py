@@ -88,10 +88,9 @@ def condition(context: Context) -> Verdict:
 
 def stands_in_the_way(context: Context, found: Found) -> str:
     """Why 1 + tanh cannot be replaced in a module, whatever it is for; empty where it can."""
-    compiled = any(
-        other in ("", found.path) or found.path.startswith(f"{other}.") or other.startswith(f"{found.path}.")
-        for other in context.survey.compiled
-    )
+    from hfpatch.model.survey import inside
+
+    compiled = any(inside(found.path, other) or inside(other, found.path) for other in context.survey.compiled)
     if found.sums and found.functional and compiled:
         return (
             "it calls torch.nn.functional.tanh, which torch.compile does not show to the patch, and is compiled; "

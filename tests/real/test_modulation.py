@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,16 @@ from transformers import AutoModelForCausalLM
 import hfpatch
 from hfpatch.nn import ModulationAdapter
 from hfpatch.patching.functions import Bounded
+from tests.conftest import load_script
 
 pytestmark = pytest.mark.real
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "modulated_smollm.py"
 TOKENS, STEPS = 64, 10
 
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("modulated_smollm", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/modulated_smollm.py")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,16 @@ import pytest
 import torch
 
 import hfpatch
+from tests.conftest import load_script
 
 pytestmark = pytest.mark.real
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "speech_gemma.py"
 BY_HAND = {"fp16-residual-overflow", "eps-alignment", "projection-init"}
 
 
 @pytest.fixture(scope="module")
 def speech() -> Any:
-    spec = importlib.util.spec_from_file_location("speech_gemma", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/speech_gemma.py")
 
 
 def built(speech: Any, gemma_dir: Path, train: str) -> tuple[Any, Any, Any]:
