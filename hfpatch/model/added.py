@@ -100,7 +100,9 @@ def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str
         if type(module).__module__.startswith(ADAPTERS):
             skip = f"{path}."
             continue
-        relative = without_copy(path[start:])
+        relative = path[start:]
+        if "modules_to_save" in relative:
+            relative = without_copy(relative)
         if "_orig_mod" in relative:
             relative = ".".join(name for name in relative.split(".") if name != "_orig_mod")
         out.append(((_generic(relative), _class_name(module)), path, module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -342,7 +343,9 @@ def _check_conflicts(decisions: Iterable[Decision]) -> None:
 
 
 def _records(context: Context, patch_id: str) -> int:
-    return sum(r.patch == patch_id for m in context.survey.modules.values() for r in records_of(m))
+    """How many edits of a patch the object carries."""
+    modules = context.survey.modules.values()
+    return context.survey.once("records", lambda: Counter(r.patch for m in modules for r in records_of(m)))[patch_id]
 
 
 def _version_refusal(entry: Entry) -> Decision | None:
