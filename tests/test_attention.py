@@ -666,3 +666,19 @@ def test_the_figures_that_explain_quotes_are_those_of_the_results() -> None:
     for way in ("eager", "sdpa"):
         for row in quoted:
             assert f"{row[way][0]:.1e}" in str(text)
+
+
+def test_the_gpu_figures_that_explain_quotes_are_those_of_the_results() -> None:
+    folder = Path(__file__).parent.parent / "benchmarks/results"
+    rows = json.loads((folder / "attention_error-h100.json").read_text())["rows"]
+    pairs = [(r["fp32 logits, each"], r["sdpa math, each"]) for r in rows]
+    assert max(ours[0] / best[0] for ours, best in pairs) <= 1.3
+    worst = [max(a / b for a, b in zip(ours[1:], best[1:], strict=True)) for ours, best in pairs]
+    text = " ".join(str(hfpatch.explain(FP32)).split())
+    assert f"gradients are not ({min(worst):.1f} to {max(worst):.0f} times" in text
+    rows = json.loads((folder / "attention_speed-4160-h100.json").read_text())["rows"]
+    slower = [r["time / stock"] for r in rows if (r["way"], r["mask"]) == ("without cuDNN", "padded")]
+    text = " ".join(str(hfpatch.explain("cudnn-attention-backward-nan")).split())
+    assert f"{min(slower):.1f} to {max(slower):.1f} times as long" in text
+    rows = json.loads((folder / "attention_speed-4096-h100.json").read_text())["rows"]
+    assert all(abs(r["time / stock"] - 1) < 0.01 for r in rows if r["way"] == "without cuDNN")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.patches.shared import projection_init
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,9 +17,23 @@ from hfpatch.model.untouched import untouched
 
 pytestmark = pytest.mark.real
 
+QUOTED = " ".join(projection_init.__doc__.split())
+"""What `hfpatch explain projection-init` says, in one line."""
+
 
 def rms(values: torch.Tensor) -> float:
     return float(values.double().square().mean().sqrt())
+
+
+def test_sizes_of_embeddings_that_explain_quotes(gemma_dir: Path, smollm_dir: Path) -> None:
+    for directory, where in (
+        (gemma_dir, "Gemma 3 270M (which scales inside its embedding module)"),
+        (smollm_dir, "SmolLM2 135M"),
+    ):
+        llm: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with torch.no_grad():
+            size = rms(hfpatch.embed_tokens(llm)(torch.arange(llm.config.vocab_size)))
+        assert f"{size:.2f} in {where}" in QUOTED
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -41,5 +56,6 @@ def test_rms_of_the_projected_features(layers: int, dtype: torch.dtype, gemma_di
     print(f"\nRMS: embeddings as seen {text:.4f} (weights {raw:.4f}), projector before {before:.4f}, after {after:.4f}")
     print(f"{fix.edits[0].after}")
     assert after == pytest.approx(text, rel=0.03)
+    assert f"{abs(after / text - 1):.1%}".replace("%", " %") in QUOTED
     fix.revert()
     assert untouched(last)
