@@ -4,13 +4,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-real lint clean
+.PHONY: demo test test-architectures test-browser test-real lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser"
+
+test-architectures: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/architectures
+
+test-browser: $(VENV)/.installed-test
+	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
 test-real: $(VENV)/.installed-real
 	$(BIN)/python tests/real/weights.py

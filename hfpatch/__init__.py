@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfpatch import errors as errors
+    from hfpatch.advice import trace as trace
     from hfpatch.guarding.callback import GuardCallback as GuardCallback
     from hfpatch.guarding.guard import Guard as Guard
     from hfpatch.guarding.outcome import Outcome as Outcome
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "errors": "hfpatch.errors",
+    "trace": "hfpatch.advice",
     "Guard": "hfpatch.guarding.guard",
     "GuardCallback": "hfpatch.guarding.callback",
     "Outcome": "hfpatch.guarding.outcome",
@@ -77,6 +79,7 @@ __all__ = [
     "plan",
     "revert",
     "status",
+    "trace",
 ]
 
 

@@ -1,6 +1,6 @@
 """The command line: one file per verb. Help, `list` and `explain` import no torch.
 
-Exit codes: 0 fine; 1 a verification failed; 2 bad input, said in one sentence.
+Exit codes: 0 fine; 1 something was found, or a verification failed; 2 bad input, said in one sentence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hfpatch.cli import demo, explain, inspect, listing, plan, verify
+from hfpatch.cli import demo, explain, inspect, listing, plan, trace, verify
 from hfpatch.errors import HfpatchError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("plan")(plan.plan)
 app.command("list")(listing.list_patches)
 app.command("explain")(explain.explain)
 app.command("verify")(verify.verify)
+app.command("trace")(trace.trace)
 app.command("demo")(demo.demo)
 
 

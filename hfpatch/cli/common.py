@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from hfpatch.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 Model = Annotated[str, typer.Argument(help="A hub name, a local directory, or a config.json.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -47,3 +52,25 @@ def quiet_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def torch_device(name: str | None) -> torch.device:
+    """The device that an option names; a GPU if there is one and none is named.
+
+    Raises:
+        InputError: No such device here.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {name!r}: want cpu, cuda or one such as cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise InputError(f"--device {name}: torch sees {count} GPU{'' if count == 1 else 's'} here")
+    return device

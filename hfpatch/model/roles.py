@@ -110,7 +110,7 @@ def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] |
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
         if isinstance(depth, int) and len(items) < depth:
             continue
-        if not all(_is_block(item) for _, item in items):
+        if not all(is_block(item) for _, item in items):
             continue
         level = path.count(".")
         if best is None or level < best[0]:
@@ -126,7 +126,8 @@ def peeled(path: str, module: nn.Module) -> Place:
     return path, module
 
 
-def _is_block(module: nn.Module) -> bool:
+def is_block(module: nn.Module) -> bool:
+    """Whether a module has a norm and a branch among its children, as the layers of a stack do."""
     children = list(peeled("", module)[1].children())
     return any(acts_as_norm(c) for c in children) and any(
         not acts_as_norm(c) and any(True for _ in c.parameters()) for c in children

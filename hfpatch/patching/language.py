@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from hfpatch.symptoms import SYMPTOMS
+
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
     from hfpatch.patching.edits import Template
@@ -152,6 +154,7 @@ class Patch:
         tolerance: For `equivalent`: largest relative L2 distance of the logits from fp32's, on healthy weights.
         suggests: Said after the decision, e.g. stock alternatives.
         whole: It is about the object as passed, and asked once, not once for each submodel.
+        answers: What a tracer finds that this patch mends: keys of `hfpatch.symptoms.SYMPTOMS`.
     """
 
     title: str
@@ -170,6 +173,7 @@ class Patch:
     tolerance: float | None = None
     suggests: str = ""
     whole: bool = False
+    answers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.architectures:
@@ -182,6 +186,8 @@ class Patch:
             raise ValueError(f"effect {self.effect!r}: want one of {', '.join(EFFECTS)}")
         if self.effect == "equivalent" and self.tolerance is None:
             raise ValueError("an equivalent patch states its tolerance")
+        if unknown := set(self.answers) - set(SYMPTOMS):
+            raise ValueError(f"answers {', '.join(sorted(unknown))}: no such symptom; want keys of hfpatch.symptoms")
         for bound in self.transformers.split(","):
             if not re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*\d[\w.]*\s*", bound):
                 raise ValueError(f"transformers={self.transformers!r}: want bounds such as '>=5.17,<6'")

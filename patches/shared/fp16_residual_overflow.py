@@ -144,4 +144,5 @@ PATCH = Patch(
         "exaone4": POST_NORM,
     },
     suggests="stock alternatives: bfloat16 weights, or float32 weights under float16 autocast",
+    answers=("residual-overflow",),
 )

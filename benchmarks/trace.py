@@ -1,0 +1,318 @@
+"""What a traced step costs, against the plain one and against the tools people use now, paired.
+
+    OMP_NUM_THREADS=1 python benchmarks/trace.py
+    python benchmarks/trace.py --device cuda
+
+Targets: blocks at most 1.03 times the plain step, every module 1.08 on a CPU and 1.12 on a GPU; nothing once off. On a
+GPU a traced step must synchronise once at most. CPU: an 8-layer Llama, 256 wide, float32, 4 x 256 tokens, process CPU
+time. GPU: a Llama of 1.1 B parameters, bfloat16, 4 x 1,024 tokens, wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from common import Row, alternate, cpu_name, header, median, ratio, spread, table, write_json
+
+SHAPES = {
+    "cpu": {"hidden": 256, "intermediate": 688, "layers": 8, "heads": 8, "batch": 4, "tokens": 256, "vocabulary": 4096},
+    "cuda": {
+        "hidden": 2048, "intermediate": 5632, "layers": 22, "heads": 32, "batch": 4, "tokens": 1024, "vocabulary": 32000
+    },
+}  # fmt: skip
+TARGETS = {
+    "cpu": {"trace, blocks": 1.03, "trace, modules": 1.08},
+    "cuda": {"trace, blocks": 1.03, "trace, modules": 1.12},
+}
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--anchor-rounds", type=int, default=5, help="turns of the slow anchors")
+    parser.add_argument("--json", help="write the figures here as well")
+    args = parser.parse_args()
+
+    import torch
+
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    name = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
+    facts = header("A traced training step", name, "torch", "transformers", "hfpatch")
+    facts["shape"] = SHAPES[args.device]
+    facts["ours"] = ours(args)
+    facts["inside"] = inside(args)
+    facts["anchors"] = anchors(args)
+    if args.device == "cuda":
+        facts["synchronisations"] = synchronisations(args)
+    write_json(args.json, facts)
+
+
+def build(device: str) -> tuple[Any, Any]:
+    """Model and token ids."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = SHAPES[device]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
+        num_key_value_heads=max(4, shape["heads"] // 8), tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype).train()
+        ids = torch.randint(0, shape["vocabulary"], (shape["batch"], shape["tokens"]))
+    return model, ids
+
+
+def step(model: Any, ids: Any) -> None:
+    """Forward and backward."""
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def timer(device: str, run: Callable[[], None]) -> Callable[[], float]:
+    """One run in milliseconds: of this process on a CPU, by the clock on a GPU."""
+    import torch
+
+    def timed() -> float:
+        gc.collect()
+        if device == "cpu":
+            start = time.process_time()
+            run()
+            return (time.process_time() - start) * 1e3
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    return timed
+
+
+def ours(args: Any) -> list[Row]:
+    """The tracer, all its statistics, in turn with the plain step on one model."""
+    import hfpatch
+
+    model, ids = build(args.device)
+    params = sum(p.numel() for p in model.parameters())
+    counts: dict[str, int] = {}
+
+    def traced(level: Any) -> Callable[[], None]:
+        """Entered once, and on for the steps run by this; the hooks are set and taken off each time."""
+        state = {"on": False}
+        trace = hfpatch.trace(model, level=level, steps=lambda _: state["on"])
+        trace.__enter__()
+
+        def run() -> None:
+            state["on"] = True
+            step(model, ids)
+            state["on"] = False
+            counts[f"trace, {level}"] = len(trace.steps[-1].events)
+            trace.steps.clear()
+
+        return run
+
+    def off() -> Callable[[], None]:
+        trace = hfpatch.trace(model, steps=[0])
+        trace.__enter__()
+        for _ in range(3):
+            step(model, ids)
+        assert len(trace.steps) == 1
+        return lambda: step(model, ids)
+
+    def plain() -> None:
+        step(model, ids)
+
+    runs = {
+        "plain": plain,
+        "plain again": plain,
+        "trace, blocks": traced("blocks"),
+        "trace, modules": traced("modules"),
+        "trace, after its last step": off(),
+    }
+    variants = {name: timer(args.device, run) for name, run in runs.items()}
+    alternate(3, variants)
+    found = alternate(args.rounds, variants)
+    rows = rows_of(found, args.device, counts)
+    table(
+        f"The tracer, {params / 1e6:,.0f} M parameters",
+        rows,
+        "Forward and backward. Parameters are measured when they changed; nothing steps here, so once.",
+    )
+    return rows
+
+
+def inside(args: Any) -> list[Row]:
+    """Time spent in the tracer's own code, hooks and reading, as a share of the plain steps between: noise of the
+    machine cancels, launches on a GPU are not seen.
+    """
+    import hfpatch
+    from hfpatch.tracing.trace import Trace
+    from hfpatch.tracing.watch import Watch
+
+    model, ids = build(args.device)
+    plain = timer(args.device, lambda: step(model, ids))
+    spent: list[float] = [0.0]
+    depth = [0]
+
+    def counted(function: Any) -> Any:
+        def run(*a: Any, **k: Any) -> Any:
+            depth[0] += 1
+            start = time.perf_counter()
+            try:
+                return function(*a, **k)
+            finally:
+                depth[0] -= 1
+                if depth[0] == 0:
+                    spent[0] += time.perf_counter() - start
+
+        return run
+
+    names = {
+        Watch: ("__init__", "start", "called", "returned", "finish", "_event", "_begin_backward", "_end_backward"),
+        Trace: ("__enter__", "__exit__", "_called", "_returned", "_conclude"),
+    }
+    before = [(owner, name, getattr(owner, name)) for owner, listed in names.items() for name in listed]
+    rows: list[Row] = []
+    try:
+        for owner, name, function in before:
+            setattr(owner, name, counted(function))
+        for level in ("blocks", "modules"):
+            state = {"on": False}
+            trace = hfpatch.trace(model, level=level, steps=lambda _, state=state: state["on"])
+
+            def traced(trace: Any = trace, state: dict[str, bool] = state) -> float:
+                spent[0], state["on"] = 0.0, True
+                step(model, ids)
+                state["on"] = False
+                trace.steps.clear()
+                return spent[0] * 1e3
+
+            trace.__enter__()
+            alternate(2, {"plain": plain, "traced": traced})
+            found = alternate(args.rounds, {"plain": plain, "traced": traced})
+            trace.__exit__(None, None, None)
+            share = [1 + t / p for t, p in zip(found["traced"], found["plain"], strict=True)]
+            rows.append(
+                {
+                    "variant": f"trace, {level}",
+                    "inside ms": median(found["traced"]),
+                    "1 + inside / plain": median(share),
+                    "target": TARGETS[args.device][f"trace, {level}"],
+                }
+            )
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+    table("Time inside the tracer", rows)
+    return rows
+
+
+def anchors(args: Any) -> list[Row]:
+    """What people use now; each on a model of its own, because some cannot be taken off."""
+    import torch
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    plain_model, ids = build(args.device)
+    debug_model, _ = build(args.device)
+    DebugUnderflowOverflow(debug_model, max_frames_to_save=1)
+    naive_model, _ = build(args.device)
+    for module in naive_model.modules():
+        module.register_forward_hook(_naive)
+
+    def anomaly() -> None:
+        with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+            warnings.simplefilter("ignore")
+            step(plain_model, ids)
+
+    def debug() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            step(debug_model, ids)
+
+    runs = {
+        "plain": lambda: step(plain_model, ids),
+        "DebugUnderflowOverflow (forward only)": debug,
+        "torch.autograd.detect_anomaly": anomaly,
+        "six .item() a module (forward only)": lambda: step(naive_model, ids),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variants = {name: timer(args.device, run) for name, run in runs.items()}
+        alternate(1, variants)
+        rows = rows_of(alternate(args.anchor_rounds, variants), args.device, {})
+    table("What people use now", rows)
+    return rows
+
+
+def _naive(_module: Any, _args: Any, output: Any) -> None:
+    import torch
+
+    values = output if isinstance(output, (tuple, list)) else [output]
+    for x in values:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            y = x.detach()
+            for value in (y.isnan().any(), y.isinf().any(), y.min(), y.max(), y.mean(), y.std()):
+                value.item()
+
+
+def rows_of(found: dict[str, list[float]], device: str, counts: dict[str, int]) -> list[Row]:
+    """Ratios to the plain step."""
+    base = found["plain"]
+    targets = TARGETS[device]
+    return [
+        {
+            "variant": name,
+            "ms": median(values),
+            "against plain": ratio(values, base),
+            "quartiles": spread(values, base),
+            "tensors": counts.get(name),
+            "target": targets.get(name),
+        }
+        for name, values in found.items()
+    ]
+
+
+def synchronisations(args: Any) -> list[Row]:
+    """Times the host waits for the GPU in a traced step, as torch's own sync debug mode counts them."""
+    import torch
+
+    import hfpatch
+
+    rows: list[Row] = []
+    model, ids = build(args.device)
+
+    def count(run: Callable[[], None]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(w.message) for w in caught)
+
+    step(model, ids)
+    rows.append({"variant": "plain", "host waits in a step": count(lambda: step(model, ids))})
+    for level in ("blocks", "modules"):
+        with hfpatch.trace(model, level=level):
+            step(model, ids)
+            rows.append({"variant": f"trace, {level}", "host waits in a step": count(lambda: step(model, ids))})
+    table("Synchronisations", rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

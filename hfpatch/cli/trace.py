@@ -1,0 +1,266 @@
+"""`hfpatch trace`: run a checkpoint on some text, and name the first operation that goes wrong."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import traceback
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfpatch.cli.common import (
+    Json,
+    TrustRemoteCode,
+    broken_patch_files,
+    quiet_transformers,
+    show_json,
+    torch_device,
+)
+from hfpatch.errors import InputError
+from hfpatch.report.sheet import say
+
+if TYPE_CHECKING:
+    import torch
+
+    from hfpatch.tracing.checkpoint import Checkpoint
+    from hfpatch.tracing.trace import Trace
+
+TEXT = """\
+The harbour was quiet when the first boats came back. Two men carried the nets to the wall, while a boy counted the
+fish and wrote 1, 12, 37 in a small book. Die Sonne stand tief über dem Wasser. 海は静かだった。 Море было спокойно.
+def mean(values):
+    return sum(values) / len(values)  # of nothing: ZeroDivisionError
+"""
+"""Run where no text is named: prose, other scripts, figures and code, so that the values are those of real use."""
+
+CHARACTERS = 64
+"""Read for each token asked for, so that a large file is not read whole; few tokens are longer."""
+
+NAMED = 5
+"""Tensors that a note names; `--json` has all."""
+
+File = Path | None
+
+
+def trace(
+    model: Annotated[
+        str, typer.Argument(help="A local directory, or a hub name in the local cache.", show_default=False)
+    ],
+    text: Annotated[
+        str | None, typer.Option(help="File of text to run, - for stdin. A few lines are built in.", show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Run at most this many tokens of it.")] = 512,
+    dtype: Annotated[
+        str | None, typer.Option(help="Load the weights as float32, float16 or bfloat16. Else as the checkpoint says.")
+    ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Trace a loss (labels: the text) and its gradients.")
+    ] = False,
+    loss_scale: Annotated[
+        float | None, typer.Option(help="Multiply the loss, as a GradScaler does (its first scale is 65536).")
+    ] = None,
+    attention: Annotated[str | None, typer.Option(help="eager, sdpa, ... Else what transformers chooses.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Else a GPU if there is one.")] = None,
+    headroom: Annotated[
+        str | None, typer.Option(help="Say what would overflow or vanish in this dtype, e.g. float16.")
+    ] = None,
+    html: Annotated[File, typer.Option(help="Write a heat map of the blocks to this page.")] = None,
+    plot: Annotated[File, typer.Option(help="Write it to this PNG (needs matplotlib).")] = None,
+    out: Annotated[File, typer.Option(help="Write the statistics of every tensor to this file, as JSON.")] = None,
+    json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Run a checkpoint on text; name the first operation that makes NaN or Inf, and the patch to try for it.
+
+    Exit 1 if something was found.
+
+    The model is in evaluation mode. The loss is not scaled unless you say so: a scale makes overflows of its own.
+
+    JSON: `{"model", "run", "checkpoint", "findings", "meant", "advice", "patches"}`, and `headroom` if asked for.
+    """
+    _check(tokens, backward, loss_scale, html, plot, out)
+    words = _read(text, tokens)
+    broken_patch_files()
+    quiet_transformers()
+    import transformers
+
+    from hfpatch.patching.arguments import as_dtype
+    from hfpatch.tracing.checkpoint import load
+    from hfpatch.tracing.headroom import headroom as in_dtype
+
+    if headroom is not None:
+        in_dtype((), headroom)  # a wrong name is told before the weights are loaded
+    if sys.stderr.isatty():
+        transformers.logging.enable_progress_bar()
+    chosen = torch_device(device)
+    checkpoint = load(
+        model,
+        dtype=as_dtype(dtype),
+        device=chosen,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+    )
+    batch = checkpoint.batch(words, tokens, loss=backward)
+    scale = (loss_scale or 1.0) if backward else None
+    traced, loss, raised = _run(checkpoint, batch, scale)
+    if raised and not traced.findings:
+        how = "on this text, with its tokens as labels" if backward else "on this text"
+        raise InputError(f"{model}: the model cannot be run {how}: {raised}")
+    _show(checkpoint, traced, _facts(checkpoint, batch, text, loss, scale), headroom, scale, as_json=json)
+    for path, write in ((html, traced.to_html), (plot, traced.plot), (out, traced.to_json)):
+        if path is not None:
+            write(path)
+            say([f"hfpatch: wrote {path}"])
+    if raised:
+        say([f"hfpatch: and then the model could not go on: {raised}"])
+    if traced.findings:
+        raise typer.Exit(1)
+
+
+def _check(tokens: int, backward: bool, loss_scale: float | None, html: File, plot: File, out: File) -> None:
+    """What can be wrong with the options, told before anything is imported or loaded."""
+    if tokens < 1:
+        raise InputError(f"--tokens {tokens}: want at least 1")
+    if loss_scale is not None and not backward:
+        raise InputError("--loss-scale multiplies the loss, which is computed with --backward only; add it")
+    if loss_scale is not None and not (loss_scale > 0 and math.isfinite(loss_scale)):
+        raise InputError(f"--loss-scale {loss_scale:g}: want a finite number above 0")
+    for path in (html, plot, out):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError(f"cannot write {path}: want a file in a directory that exists")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib: pip install hfpatch[plot]")
+
+
+def _read(file: str | None, tokens: int) -> str:
+    if file is None:
+        return TEXT
+    try:
+        if file == "-":
+            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read(CHARACTERS * tokens)
+        with Path(file).open(encoding="utf-8") as lines:
+            return lines.read(CHARACTERS * tokens)
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {file}: not UTF-8 at byte {error.start:,}; want a file of text") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"--text {file[:80]}: cannot be read ({why}); want a file of text, or - for stdin") from error
+
+
+def _run(
+    checkpoint: Checkpoint, batch: dict[str, torch.Tensor], scale: float | None
+) -> tuple[Trace, float | None, str | None]:
+    """The trace of one pass, backward too where there is a scale for the loss; the loss; what stopped it, or None."""
+    import torch
+
+    from hfpatch.advice import trace as watch
+    from hfpatch.model.source import REJECTIONS
+    from hfpatch.report.progress import progress
+    from hfpatch.tracing.checkpoint import reason
+    from hfpatch.tracing.places import places
+
+    model = checkpoint.model
+    found = places(model)
+    passes = (len(found.opened) + len(found.blocks)) * (1 if scale is None else 2)
+    loss = raised = None
+    with progress(f"tracing {checkpoint.name}", passes) as advance:
+        traced = watch(model, backward=scale is not None, progress=lambda _: advance(1))
+        try:
+            with traced, torch.set_grad_enabled(scale is not None):
+                output: Any = model(**batch)
+                if scale is not None:
+                    loss = float(output.loss)
+                    (output.loss * scale).backward()
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"{checkpoint.name}: {model.device} has not enough memory for this; try fewer --tokens, a narrower "
+                "--dtype, or --device cpu"
+            ) from error
+        except REJECTIONS as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raised = f"{reason(error)} ({Path(last.filename).name}:{last.lineno})"
+    return traced, loss, raised
+
+
+def _facts(
+    checkpoint: Checkpoint, batch: dict[str, torch.Tensor], text: str | None, loss: float | None, scale: float | None
+) -> dict[str, Any]:
+    model = checkpoint.model
+    return {
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": model.config._attn_implementation,  # pyright: ignore[reportPrivateUsage]
+        "text": "built in" if text is None else text,
+        "tokens": batch["input_ids"].shape[1],
+        "backward": scale is not None,
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "loss_scale": scale,
+    }
+
+
+def _show(
+    checkpoint: Checkpoint,
+    traced: Trace,
+    run: dict[str, Any],
+    headroom: str | None,
+    scale: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    room = traced.headroom(headroom, loss_scale=scale or 1.0) if headroom is not None else None
+    broken = [e for step in traced.steps for e in step.of("weights") if e.bad and e.role == "parameter"]
+    nonfinite = {f"{e.module}.{e.name}".lstrip("."): e.stats.holds for e in broken}
+    if as_json:
+        from hfpatch.advice import advice, answering
+
+        first, model = traced.first_bad, checkpoint.model
+        show_json(
+            {
+                "model": checkpoint.name,
+                "run": run,
+                "checkpoint": {
+                    "missing": list(checkpoint.missing),
+                    "unexpected": list(checkpoint.unexpected),
+                    "nonfinite": nonfinite,
+                },
+                "findings": [f.to_dict() for f in traced.findings],
+                "meant": traced.meant,
+                "advice": list(advice(first, model)) if first else [],
+                "patches": list(answering(first, model)) if first else [],
+                **({"headroom": room.to_dict()} if room else {}),
+            }
+        )
+        return
+    if room is not None:
+        print(f"{room}\n")
+    notes = [
+        *_named("not in the checkpoint, so random", checkpoint.missing),
+        *_named("in the checkpoint, but not used", checkpoint.unexpected),
+        *_named("not finite in the checkpoint", [f"{name} ({holds})" for name, holds in nonfinite.items()]),
+    ]
+    report = traced.report()
+    print(replace(report, title=_title(checkpoint.name, run), notes=(*notes, *report.notes)).to_text())
+
+
+def _title(name: str, run: dict[str, Any]) -> str:
+    which = "the built-in text" if run["text"] == "built in" else "stdin" if run["text"] == "-" else run["text"]
+    how = "forward"
+    if run["backward"]:
+        loss = "a loss that is not finite" if run["loss"] is None else f"a loss of {run['loss']:.4g}"
+        scale = f" x {run['loss_scale']:,g}" if run["loss_scale"] != 1 else ""
+        how = f"forward, and backward from {loss}{scale}"
+    where = f"{run['dtype']} on {run['device']}, {run['attention']} attention"
+    length = f"{run['tokens']:,} token{'' if run['tokens'] == 1 else 's'}"
+    return f"{name} ({run['class']}, {where})\n{length} of {which}, {how}"
+
+
+def _named(what: str, names: list[str] | tuple[str, ...]) -> list[str]:
+    """A note about tensors; none if there are none."""
+    more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return [f"{len(names)} {what}: {', '.join(names[:NAMED])}{more}"] if names else []

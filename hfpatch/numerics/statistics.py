@@ -1,0 +1,183 @@
+"""Statistics of a tensor in one pass over it: what is not finite, extremes, mean, RMS, zeros, what vanishes in float16.
+
+On a GPU every figure is of all elements, by one kernel a tensor (`statistics_triton.py`), and nothing is read before
+`Rows.read`. On a CPU the finite extremes and the counts of what is not finite are of all elements; the rest is of a
+sample of a large tensor, since only `aminmax` is fast there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+
+COLUMNS = (
+    "nan", "posinf", "neginf", "zeros", "under_float16", "under_e5m2", "under_e4m3", "min", "max", "sum", "squares",
+    "counted",
+)  # fmt: skip
+"""Of a row. `under_*`: elements, not 0, that round to 0 in that dtype. `min`, `max`, `sum`, `squares`: of the finite
+elements, inf and -inf where there is none. `counted`: elements behind zeros, under_*, sum and squares."""
+
+THRESHOLDS = (2.0**-25, 2.0**-17, 2.0**-10)
+"""Largest magnitudes that round to 0 in float16, float8_e5m2 and float8_e4m3fn: half of their smallest numbers."""
+
+SAMPLE = 2048
+"""Elements of a larger tensor that its mean, RMS and shares are taken from on a CPU."""
+
+
+class Rows(Protocol):
+    """Rows of statistics of tensors on one device, gathered there and read once."""
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Measure a tensor of any floating or complex dtype and layout; the number of its row. Waits for no GPU."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """float64 [rows, len(COLUMNS)] on the CPU; the one transfer."""
+        ...
+
+
+def rows(device: torch.device) -> Rows:
+    """Rows for tensors of one device."""
+    if device.type == "cpu":
+        return CPURows()
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from hfpatch.numerics.statistics_triton import TritonRows
+
+        return TritonRows(device)
+    return DeviceRows()
+
+
+class CPURows:
+    """Extremes at once by `aminmax`; samples together when they are read."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+        self._samples: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """See `Rows`."""
+        number = len(self._rows)
+        flat = flattened(tensor)
+        size = flat.numel()
+        if size == 0:
+            self._rows.append(_row(0.0, 0.0, 0.0, math.inf, -math.inf))
+            return number
+        low, high = torch.aminmax(flat)
+        least, most = low.item(), high.item()
+        if math.isfinite(least) and math.isfinite(most):
+            self._rows.append(_row(0.0, 0.0, 0.0, least, most))
+        else:
+            self._rows.append(_with_nonfinite(flat))
+        sample = flat.clone() if size <= 2 * SAMPLE else flat[:: stride(size, tensor.shape[-1])].contiguous()
+        self._samples[sample.numel(), sample.dtype].append((number, sample))
+        return number
+
+    def read(self) -> torch.Tensor:
+        """See `Rows`."""
+        table = torch.tensor(self._rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
+        for listed in self._samples.values():
+            numbers = torch.tensor([number for number, _ in listed])
+            table[numbers[:, None], torch.tensor([3, 4, 5, 6, 9, 10, 11])] = _sampled(
+                torch.stack([sample for _, sample in listed]).double()
+            )
+        return table
+
+
+class DeviceRows:
+    """By plain torch operations, for devices without Triton: several passes, and nothing is read before `read`."""
+
+    def __init__(self) -> None:
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """See `Rows`."""
+        flat = flattened(tensor)
+        x = flat if flat.dtype == torch.float64 else flat.float()
+        if x.numel() == 0:
+            row = torch.zeros(len(COLUMNS), device=x.device)
+            row[7].fill_(math.inf)
+            row[8].fill_(-math.inf)
+            self._rows.append(row)
+            return len(self._rows) - 1
+        finite = x.isfinite()
+        clean = torch.where(finite, x, 0)
+        size = clean.abs()
+        small = [(size <= t).sum() - (size == 0).sum() for t in THRESHOLDS]
+        zeros = (size == 0).sum() - (~finite).sum()
+        figures = [
+            x.isnan().sum(),
+            (x == math.inf).sum(),
+            (x == -math.inf).sum(),
+            zeros,
+            *small,
+            torch.where(finite, x, math.inf).min(),
+            torch.where(finite, x, -math.inf).max(),
+            clean.sum(),
+            (clean * clean).sum(),
+            finite.sum(),
+        ]
+        self._rows.append(torch.stack([f.to(x.dtype) for f in figures]).float())
+        return len(self._rows) - 1
+
+    def read(self) -> torch.Tensor:
+        """See `Rows`."""
+        return self.stacked().cpu().double()
+
+    def stacked(self) -> torch.Tensor:
+        """The rows where they are, float32 [rows, len(COLUMNS)]."""
+        return torch.stack(self._rows) if self._rows else torch.zeros(0, len(COLUMNS))
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor in one dimension, in the order of memory and without a copy where they lie densely.
+
+    Complex numbers become pairs, float8 becomes float32.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    steps = tensor.stride()
+    by_memory = tensor.permute(sorted(range(tensor.dim()), key=steps.__getitem__, reverse=True))
+    return by_memory.view(-1) if by_memory.is_contiguous() else tensor.reshape(-1).contiguous()
+
+
+def stride(size: int, width: int) -> int:
+    """A step that takes some `SAMPLE` of `size` elements and shares no factor with the width of a row, so that every
+    channel comes up.
+    """
+    step = size // SAMPLE
+    while math.gcd(step, width) != 1:
+        step += 1
+    return step
+
+
+def _row(nan: float, posinf: float, neginf: float, least: float, most: float) -> list[float]:
+    return [nan, posinf, neginf, 0.0, 0.0, 0.0, 0.0, least, most, 0.0, 0.0, 0.0]
+
+
+def _with_nonfinite(flat: torch.Tensor) -> list[float]:
+    finite = flat[flat.isfinite()]
+    least, most = (float(v) for v in torch.aminmax(finite)) if finite.numel() else (math.inf, -math.inf)
+    counts = (flat.isnan().sum(), (flat == math.inf).sum(), (flat == -math.inf).sum())
+    nan, posinf, neginf = (float(c) for c in counts)
+    return _row(nan, posinf, neginf, least, most)
+
+
+def _sampled(samples: torch.Tensor) -> torch.Tensor:
+    """zeros, under_*, sum, squares, counted of float64 samples `[rows, elements]`."""
+    finite = samples.isfinite()
+    clean = torch.where(finite, samples, 0)
+    size = clean.abs()
+    nothing = (size == 0).sum(1)
+    under = [(size <= t).sum(1) - nothing for t in THRESHOLDS]
+    counted = finite.sum(1)
+    zeros = nothing - (samples.shape[1] - counted)
+    return torch.stack([zeros, *under, clean.sum(1), (clean * clean).sum(1), counted], dim=1).double()

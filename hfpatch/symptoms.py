@@ -1,0 +1,30 @@
+"""What a tracer can find and a patch can answer: the words that join the two.
+
+A finding carries one of these keys, `Patch.answers` names those that a patch mends.
+"""
+
+from __future__ import annotations
+
+SYMPTOMS: dict[str, str] = {
+    "residual-overflow": "the residual stream passes the largest value of its dtype",
+    "attention-logits-overflow": "the product of queries and keys passes the largest value of its dtype",
+    "masked-row": "a softmax over a row in which every key is masked",
+    "attention-backward-nan": "a fused attention kernel gives NaN gradients from finite values",
+    "overflow": "an operation's result passes the largest value of its dtype",
+    "cast-overflow": "a value does not fit the narrower dtype it is cast to",
+    "square-overflow": "a square passes the largest value of its dtype, often inside a hand-written norm",
+    "eps-underflow": "an eps that is 0 in the dtype it is added in",
+    "zero-norm": "a division by a norm, or a root, that is 0",
+    "near-constant-row": "the gradient of a norm whose row hardly varies",
+    "division-by-zero": "a division by 0",
+    "out-of-domain": "a function outside its domain, such as log of 0",
+    "bad-input": "NaN or Inf in what the model was given",
+    "bad-weight": "NaN or Inf in a parameter",
+    "bad-buffer": "NaN or Inf in a buffer",
+    "uninitialised-buffer": "a buffer that differs from what its module computes when it is built",
+    "no-labels": "a mean over no supervised token",
+    "scale-too-high": "the gradient under this loss scale passes the largest value of its dtype; unscaled it fits",
+    "silent-zero": "an overflow that ends in zeros, not in NaN",
+    "unknown": "the operation could not be named",
+}
+"""Key -> what it means."""

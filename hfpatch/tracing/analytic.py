@@ -1,0 +1,56 @@
+"""Buffers that a checkpoint does not hold, against what their module computes when it is built.
+
+Rotary frequencies and the like are never loaded: a model that was made on meta and moved, or loaded in an odd way, may
+hold whatever was in memory, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hfpatch.model.survey import is_stock
+from hfpatch.tracing.tensors import measurable
+
+CHANGING = {"dynamic", "longrope"}
+"""Kinds of rotary embedding that write other frequencies as they run."""
+
+
+def expected(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Module path, buffer name, buffer, and the value it was built with (on the CPU, in its dtype)."""
+    for path, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        absent = [n for n in module.__dict__["_non_persistent_buffers_set"] if n in buffers and measurable(buffers[n])]
+        if not absent or not is_stock(type(module)):
+            continue
+        for name, value in _as_built(module, absent).items():
+            if buffers[name].shape == value.shape:
+                yield path, name, buffers[name], value.to(buffers[name].dtype)
+
+
+def _as_built(module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for name in names:
+        scalar = getattr(module, f"scalar_{name}", None)
+        if isinstance(scalar, (int, float)):
+            out[name] = torch.tensor(float(scalar))
+    kind = getattr(module, "rope_type", "default")
+    kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+    config = getattr(module, "config", None)
+    if config is None or kinds & CHANGING or next(module.parameters(), None) is not None or not _takes_config(module):
+        return out
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        try:
+            made = type(module)(config)
+        except (TypeError, ValueError, AttributeError, LookupError):
+            return out  # it wants more than a config: nothing to compare with
+    built = {n: b for n, b in made.named_buffers(recurse=False) if n in names and not b.is_meta}
+    return {**built, **out}
+
+
+def _takes_config(module: nn.Module) -> bool:
+    parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
+    return bool(parameters) and all(p.default is not inspect.Parameter.empty for p in parameters[1:])

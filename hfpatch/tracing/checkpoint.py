@@ -1,0 +1,265 @@
+"""A real checkpoint, loaded so that it can be traced: weights from safetensors files on this machine, and a tokenizer.
+
+No pickle is read, nothing is downloaded, and nothing that the checkpoint brings along is run unless it is trusted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hfpatch.errors import InputError
+from hfpatch.model.embed import find_embedding
+from hfpatch.model.source import CONFIG, REJECTIONS, load_config, model_class
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+LONGEST = 300
+"""Characters of another library's message that are passed on."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint.
+
+    Attributes:
+        name: As the caller named it.
+        model: On its device, in evaluation mode.
+        tokenizer: Of transformers.
+        missing: Parameters and buffers that the checkpoint does not hold: they were drawn at random.
+        unexpected: Tensors in the checkpoint that the model has no place for.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    def batch(self, text: str, most: int, *, loss: bool) -> dict[str, torch.Tensor]:
+        """What the model is called with: the first tokens of a text, one row, on the model's device.
+
+        Args:
+            text: To run.
+            most: Tokens at most; fewer where the model has fewer positions.
+            loss: With `labels`, the ids themselves, so that the model gives a loss.
+
+        Returns:
+            `input_ids [1, tokens]` and what else the tokenizer gives and the model takes, int64.
+
+        Raises:
+            InputError: The text is too short, the tokenizer is not the model's, or a loss was asked for and the model
+                takes no labels.
+        """
+        takes = inspect.signature(self.model.forward).parameters
+        if loss and "labels" not in takes:
+            raise InputError(
+                f"{self.name}: {type(self.model).__name__} takes no labels, so it gives no loss to go back from; "
+                "trace it without --backward, or in Python with a loss of yours"
+            )
+        positions: Any = getattr(_text_config(self.model.config), "max_position_embeddings", None)
+        limit = min(most, positions) if isinstance(positions, int) and positions > 0 else most
+        try:
+            encoded: Any = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)
+        except REJECTIONS as error:
+            raise InputError(f"{self.name}: its tokenizer cannot read this text: {reason(error)}") from error
+        batch: dict[str, torch.Tensor] = {k: v for k, v in encoded.items() if k in takes or k == "input_ids"}
+        ids = batch["input_ids"]
+        if ids.shape[1] < (2 if loss else 1):
+            held, wants = ("one token", "a loss needs two") if ids.shape[1] else ("no token", "the model needs one")
+            raise InputError(f"{self.name}: the text has {held} for its tokenizer, and {wants}; name a longer one")
+        embedding = find_embedding(self.model)
+        rows = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        if rows is not None and int(ids.max()) >= rows:
+            raise InputError(
+                f"{self.name}: its tokenizer gives id {int(ids.max()):,}, but its embedding has {rows:,} rows; "
+                "it is the tokenizer of another model"
+            )
+        if loss or (self.model.config.is_encoder_decoder and "labels" in takes):
+            batch["labels"] = ids
+        elif self.model.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = ids
+        return {k: v.to(self.model.device) for k, v in batch.items()}
+
+
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Load a checkpoint with its weights and its tokenizer.
+
+    Args:
+        name: A directory, or a name on the hub whose files are in the local cache.
+        dtype: Of the weights; what the checkpoint declares if not given.
+        device: Where to put the model; the CPU if not given.
+        attention: Implementation of attention; what transformers chooses if not given.
+        trust_remote_code: Run model code that the checkpoint brings along.
+
+    Raises:
+        ModelNotFoundError: Nothing of that name.
+        InputError: No safetensors weights or no tokenizer there, or they do not go with the config.
+    """
+    folder = _folder(name, load_config(name, trust_remote_code=trust_remote_code))
+    _check_weights(name, folder)
+    tokenizer = _tokenizer(name, folder, trust_remote_code)
+    model, missing, unexpected = load_model(
+        name, dtype=dtype, device=device, attention=attention, trust_remote_code=trust_remote_code
+    )
+    if model.main_input_name != "input_ids":
+        raise InputError(
+            f"{name}: {type(model).__name__} takes {model.main_input_name}, not text; in Python, "
+            "`with hfpatch.trace(model) as t: model(**batch)` traces it on a batch of yours"
+        )
+    return Checkpoint(name, model, tokenizer, missing, unexpected)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]:
+    """Load the weights of a checkpoint; a tokenizer is not needed.
+
+    Args:
+        name: As for `load`, like all that follow.
+        dtype: As for `load`.
+        device: As for `load`.
+        attention: As for `load`.
+        trust_remote_code: As for `load`.
+
+    Returns:
+        The model on its device, in evaluation mode; `missing` and `unexpected` of `Checkpoint`.
+
+    Raises:
+        ModelNotFoundError: Nothing of that name.
+        InputError: No safetensors weights there, or they do not go with the config.
+    """
+    if attention is not None and "/" in attention and not trust_remote_code:
+        raise InputError(
+            f"attention {attention!r} is code from the hub, which is not run; read that code, "
+            "then pass trust_remote_code=True (--trust-remote-code)"
+        )
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    folder = _folder(name, config)
+    _check_weights(name, folder)
+    model, told = _model(
+        name,
+        folder,
+        config,
+        dtype=dtype if dtype is not None else "auto",
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+    )
+    try:
+        if device is not None and model.device.type != device.type:
+            nn.Module.to(model, device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        raise InputError(f"{name} cannot be put on {device}: {reason(error)}") from error
+    return model.eval(), tuple(sorted(told["missing_keys"])), tuple(sorted(told["unexpected_keys"]))
+
+
+def reason(error: BaseException) -> str:
+    """What other code raised, in one line."""
+    text = " ".join(str(error).split()).rstrip(".") or "no reason given"
+    return f"{type(error).__name__}: {text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}"
+
+
+def _text_config(config: PreTrainedConfig) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError:  # several, none of them the one
+        return config
+
+
+def _folder(name: str, config: PreTrainedConfig) -> Path:
+    """The directory that a config was read from: on the hub, the snapshot in the local cache."""
+    named = config.name_or_path or name
+    place = Path(named)
+    if not place.exists():
+        cached = huggingface_hub.try_to_load_from_cache(named, CONFIG)
+        place = Path(cached).parent if isinstance(cached, str) else place
+    if not place.is_dir():
+        raise InputError(f"{name}: a config without weights; name the directory of a saved model")
+    return place
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    held = sorted(p.name for p in folder.iterdir())
+    if SAFE_WEIGHTS_NAME in held or SAFE_WEIGHTS_INDEX_NAME in held:
+        return
+    pickles = [n for n in held if n.endswith(PICKLES)]
+    other = [n for n in held if n.endswith((".safetensors", ".gguf"))]
+    if other:
+        raise InputError(f"{name}: it holds {other[0]}, but want {SAFE_WEIGHTS_NAME} as save_pretrained writes it")
+    if pickles:
+        raise InputError(
+            f"{name}: its weights are a pickle ({pickles[0]}), which is never read: it can run code; want "
+            f"{SAFE_WEIGHTS_NAME}, which save_pretrained writes once you have loaded them yourself"
+        )
+    if Path(name).expanduser().exists():
+        raise InputError(f"{name}: a config without weights; put the model's {SAFE_WEIGHTS_NAME} beside it")
+    raise InputError(f"{name}: its weights are not in the local hub cache; download them first (hf download {name})")
+
+
+def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> Any:
+    auto: Any = transformers.AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        if not isinstance(error, REJECTIONS) and type(error) is not Exception:  # the tokenizers library raises that
+            raise
+        raise InputError(f"{name}: its tokenizer cannot be loaded ({reason(error)}); want the model's own") from error
+    # Where the files are missing, transformers may make an empty one of the right class without a word.
+    files = set(tokenizer.vocab_files_names.values()) | {"tokenizer.json"}
+    files = files if tokenizer.vocab_files_names else {"tokenizer_config.json"}  # bytes need no vocabulary
+    if not any((folder / file).is_file() for file in files):
+        raise InputError(f"{name}: no tokenizer there ({_any_of(files)}); save the model's own beside its weights")
+    return tokenizer
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return "want " + " or ".join(sorted(names))
+
+
+def _model(name: str, folder: Path, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    cls: Any = model_class(config)
+    try:
+        model, told = cls.from_pretrained(
+            folder,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            **{k: v for k, v in options.items() if v is not None},
+        )
+    except (*REJECTIONS, SafetensorError) as error:
+        raise InputError(f"{name}: {cls.__name__} cannot be loaded: {reason(error)}") from error
+    if told["mismatched_keys"]:
+        key, held, wanted = sorted(told["mismatched_keys"])[0]
+        raise InputError(
+            f"{name}: {key} is {_shape(held)} in the checkpoint and {_shape(wanted)} by its config "
+            f"({len(told['mismatched_keys'])} such tensors); correct the config, or name another checkpoint"
+        )
+    return model, told
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"

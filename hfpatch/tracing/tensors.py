@@ -1,0 +1,101 @@
+"""The tensors in whatever a module is called with or returns: lists, dicts, ModelOutputs, dataclasses, nested."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+DEPTH = 8
+"""Containers inside containers that are looked into."""
+
+NUMBERS = tuple(map(str, range(256)))
+PLAIN = (int, float, str, bool, bytes)
+ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+FLOATING = frozenset(
+    d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
+)
+
+
+def floating(value: Any, name: str = "", depth: int = DEPTH) -> list[tuple[str, torch.Tensor]]:
+    """Name and tensor of every floating-point or complex tensor that can be measured.
+
+    Names are those of the containers, joined by dots: `logits`, `0`, `hidden_states.3`. Integer and boolean
+    tensors, tensors on meta and those of quantised or sparse kinds are left out; so are key-value caches, which
+    every layer is handed whole (`cached` looks into them).
+    """
+    if isinstance(value, torch.Tensor):
+        return [(name, value)] if measurable(value) else []
+    found: list[tuple[str, torch.Tensor]] = []
+    if depth:
+        for key, part in _parts(value):
+            if part is None or type(part) in PLAIN:
+                continue
+            path = f"{name}.{key}" if name else key
+            if isinstance(part, torch.Tensor):
+                if measurable(part):
+                    found.append((path, part))
+            else:
+                found += floating(part, path, depth - 1)
+    return found
+
+
+def measurable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds plain floating-point numbers on a device."""
+    if tensor.dtype not in FLOATING or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return type(tensor) in ORDINARY or is_sharded(tensor)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor, of which this rank holds a part."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+
+
+def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+    kind = type(value)
+    if kind is dict:
+        return value.items()
+    if kind in (tuple, list):
+        return (
+            zip(NUMBERS, value, strict=False)
+            if len(value) <= len(NUMBERS)
+            else ((str(i), v) for i, v in enumerate(value))
+        )
+    if isinstance(value, Mapping):
+        return [(str(k), v) for k, v in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        names: Any = getattr(value, "_fields", None) or range(len(value))
+        return [(str(k), v) for k, v in zip(names, value, strict=True)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    return ()
+
+
+def cached(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same for the key-value caches among the arguments of a model."""
+    for key, part in _parts(value) if depth else ():
+        path = f"{name}.{key}" if name else str(key)
+        if is_cache(part):
+            for index, layer in enumerate(part.layers):
+                yield from floating(dict(vars(layer)), f"{path}.layers.{index}")
+        else:
+            yield from cached(part, path, depth - 1)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is one of transformers' caches."""
+    return _is_cache(type(value))
+
+
+@cache
+def _is_cache(cls: type) -> bool:
+    return any(c.__name__ == "Cache" and c.__module__ == "transformers.cache_utils" for c in cls.__mro__)

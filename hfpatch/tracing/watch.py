@@ -1,0 +1,227 @@
+"""What one traced step sees: hooks on modules (`hooks.py`) and on tensors tell it.
+
+Gradients are seen by hooks on tensors: hooks of modules for the backward pass do not fire on dicts, on frozen modules
+or under in-place operations. A hook never returns anything, so nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hfpatch.numerics.statistics import Rows, rows
+from hfpatch.tracing.calls import Call, snapshot, version
+from hfpatch.tracing.events import Event, Phase, Step
+from hfpatch.tracing.places import Places
+from hfpatch.tracing.tensors import cached, floating, local, measurable
+
+Role = Literal["input", "output", "parameter", "buffer"]
+
+
+class Watch:
+    """Watches one step of a model.
+
+    Args:
+        places: Of the model.
+        step: To fill.
+        backward: Follow the gradients; `ended` is called when the backward pass is over.
+        measured: Versions of parameters and buffers when they were last measured; read and written.
+        expected: Buffers, and what they should hold (`hfpatch.tracing.analytic.expected`).
+        passed: Told the path of each block that was passed, forward or backward.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        *,
+        step: Step,
+        backward: bool,
+        measured: dict[int, tuple[weakref.ref[torch.Tensor], int]],
+        ended: Callable[[], None],
+        expected: Iterable[tuple[str, str, torch.Tensor, torch.Tensor]] = (),
+        passed: Callable[[str], None] | None = None,
+    ) -> None:
+        self.places, self.step, self.backward, self.ended = places, step, backward, ended
+        self.measured, self.expected, self.passed = measured, expected, passed
+        self.rows: dict[torch.device, Rows] = {}
+        self.calls: dict[tuple[str, int], Call] = {}
+        self.caches: dict[int, tuple[Any, Any]] = {}
+        self.output: Any = None
+        self._root = places.opened[""]
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._numbers: dict[str, int] = {}
+        self._stack: list[tuple[str, int]] = []
+        self._hooked: set[tuple[str, int, str, str]] = set()
+        self._running = False
+        self._gradients = False
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Stop looking. Hooks on tensors go with their graph; they do nothing any more."""
+        self.backward = False
+
+    def forget(self) -> None:
+        """Let go of every tensor of the step."""
+        self.calls.clear()
+        self.caches.clear()
+        self.output = None
+        self._seen.clear()
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: its parameters and buffers first, then what it was given."""
+        self._running = True
+        for path, module in self.places.owners:
+            for role, slots in (("parameter", "_parameters"), ("buffer", "_buffers")):
+                for name, tensor in module.__dict__[slots].items():
+                    if tensor is not None and measurable(tensor) and self._changed(tensor):
+                        self._event("weights", path, role, name, 0, tensor)
+        for path, name, buffer, built in self.expected:
+            difference = buffer.detach() - built.to(buffer.device, non_blocking=True)
+            self._event("weights", path, "buffer", name, 0, difference, against=True)
+        for name, tensor in cached({**{str(i): a for i, a in enumerate(args)}, **kwargs}):
+            self._input("", name, 0, tensor, None)
+        self.called("", self._root, args, kwargs, True)
+
+    def finish(self, output: Any) -> None:
+        """The model returned."""
+        if output is not None:
+            self.output = output
+            self.returned("", output, True)
+        self._running = False
+
+    def called(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: bool) -> None:
+        """A watched module is called."""
+        if not self._running:
+            return
+        number = self._numbers.get(path, -1) + 1
+        self._numbers[path] = number
+        given = floating(args)
+        if kwargs:
+            given += floating(kwargs)
+        if not keeps:
+            for name, tensor in given:
+                if self._known(tensor) is None:
+                    self._new("forward", path, "input", name, number, tensor)
+            return
+        snapshot((*args, *kwargs.values()), self.caches)
+        versions = [(tensor, version(tensor)) for _, tensor in given]
+        call = self.calls[path, number] = Call(path, module, number, args, dict(kwargs), self.caches, versions)
+        for name, tensor in given:
+            self._input(path, name, number, tensor, call)
+        self._stack.append((path, number))
+
+    def _input(self, path: str, name: str, number: int, tensor: torch.Tensor, call: Call | None) -> None:
+        known = self._known(tensor)
+        index = known if known is not None else self._new("forward", path, "input", name, number, tensor)
+        if call is not None:
+            call.inputs.append(index)
+
+    def returned(self, path: str, output: Any, keeps: bool) -> None:
+        """A watched module returned."""
+        number = self._numbers.get(path, 0)
+        for name, tensor in floating(output):
+            if keeps and self.backward and tensor.requires_grad:
+                self._keep_gradient(tensor, path, number, name)
+            if self._running:
+                if self._known(tensor) is None:
+                    self._new("forward", path, "output", name, number, tensor)
+            elif (path, number, "output", name) not in self._hooked:
+                self._follow(tensor, path, "output", name, number, None)  # recomputed under checkpointing
+        if keeps and self._running:
+            self._stack.pop()
+            if self.passed is not None:
+                self.passed(path)
+
+    def _known(self, tensor: torch.Tensor) -> int | None:
+        """Event of a tensor that was met before and not written to since."""
+        known = self._seen.get(id(tensor))
+        return known[2] if known and known[0]() is tensor and known[1] == version(tensor) else None
+
+    def _new(self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor) -> int:
+        event = self._event(phase, path, role, name, number, tensor)
+        self._seen[id(tensor)] = (weakref.ref(tensor), version(tensor), event.index)
+        self._follow(tensor, path, role, name, number, event.index)
+        return event.index
+
+    def _event(
+        self, phase: Phase, path: str, role: Any, name: str, number: int, tensor: torch.Tensor, *, against: bool = False
+    ) -> Event:
+        held = local(tensor)
+        events = self.step.events
+        with self._lock:  # a model on several GPUs has a backward thread for each
+            gathered = self.rows.get(held.device)
+            if gathered is None:
+                gathered = self.rows[held.device] = rows(held.device)
+            event = Event(
+                len(events), phase, path, role, name, number, tensor.dtype, tuple(held.shape), held.device,
+                gathered.add(held), within=self._stack[-1] if self._stack else None, against=against,
+            )  # fmt: skip
+            events.append(event)
+        return event
+
+    def _changed(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter or buffer may hold other values than when it was last measured."""
+        known, now = self.measured.get(id(tensor)), version(tensor)
+        if known and known[0]() is tensor and known[1] == now:
+            return False
+        self.measured[id(tensor)] = (weakref.ref(tensor), now)
+        return True
+
+    def _follow(self, tensor: torch.Tensor, path: str, role: Role, name: str, number: int, of: int | None) -> None:
+        if not (self.backward and tensor.requires_grad):
+            return
+        self._hooked.add((path, number, role, name))
+
+        def gradient(grad: torch.Tensor) -> None:
+            if self.backward:
+                self._begin_backward()
+                event = self._event("backward", path, role, name, number, grad)
+                event.forward = of
+                if path == "" and role == "output" and not grad.dim():
+                    self.step.start = event
+
+        tensor.register_hook(gradient)
+
+    def _keep_gradient(self, tensor: torch.Tensor, path: str, number: int, name: str) -> None:
+        call = self.calls.get((path, number))
+        if call is None:
+            return
+
+        def gradient(grad: torch.Tensor) -> None:
+            if self.backward:
+                call.grads[name] = grad
+                if self.passed is not None:
+                    self.passed(path)
+
+        tensor.register_hook(gradient)
+
+    def _begin_backward(self) -> None:
+        """On the first gradient of a backward pass, ask autograd to tell when it ends: the weights are still as they
+        were then, an optimizer may change them before the model is called again.
+        """
+        if not self._gradients:
+            self._gradients = True
+            _after_backward(lambda: _after_backward(self._end_backward))  # behind DDP's, which reduces gradients
+
+    def _end_backward(self) -> None:
+        self._gradients = False
+        if not self.backward:
+            return
+        seen: set[int] = set()  # a tied one once
+        for path, module in self.places.owners:
+            for name, parameter in module.__dict__["_parameters"].items():
+                gradient = None if parameter is None or id(parameter) in seen else parameter.grad
+                seen.add(id(parameter))
+                if gradient is not None and measurable(gradient):
+                    self._event("gradients", path, "parameter", name, 0, gradient)
+        self.ended()
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Have autograd call a function when the backward pass that runs now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore

@@ -1,0 +1,187 @@
+"""From a finding to the patches that answer it: what is said, and that the registry's answers are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.advice import advice, answering
+from hfpatch.model.tiny import tiny_model
+from hfpatch.patching import registry
+from hfpatch.patching.language import Case
+from hfpatch.patching.trial import build
+from hfpatch.symptoms import SYMPTOMS
+from hfpatch.tracing import trace
+from hfpatch.tracing.finding import Finding
+
+ANSWERED = {symptom for entry in registry.entries().values() for symptom in entry.patch.answers}
+PROVED = [
+    (name, case) for name, entry in registry.entries().items() if entry.patch.answers for case in entry.patch.repros
+]
+
+
+def finding(symptom: str, **more: Any) -> Finding:
+    return Finding(
+        phase="forward",
+        epoch=0,
+        step=0,
+        module="model.layers.0",
+        kind="Layer",
+        tensor="output of model.layers.0",
+        operation="add",
+        operand="",
+        holds="1 NaN of 2 elements",
+        symptom=symptom,
+        why="because",
+        dtype="float16",
+        **more,
+    )
+
+
+def said(symptom: str, model: nn.Module) -> str:
+    return "\n".join(advice(finding(symptom), model))
+
+
+class TestWords:
+    def test_applied(self, gemma: nn.Module) -> None:
+        assert said("residual-overflow", gemma) == "try: hfpatch.apply(model, only=['fp16-residual-overflow'])"
+        assert answering(finding("residual-overflow"), gemma) == ("fp16-residual-overflow",)
+
+    def test_the_line_can_be_run(self, gemma: nn.Module, ids: torch.Tensor) -> None:
+        with hfpatch.trace(gemma) as t, torch.no_grad():
+            gemma(ids)
+        line = t.report().notes[-1]
+        exec(line.removeprefix("try: "), {"hfpatch": hfpatch, "model": gemma})  # noqa: S102
+        with hfpatch.trace(gemma) as t, torch.no_grad():
+            gemma(ids)
+        assert t.first_bad is None
+
+    def test_in_a_wrapper(self, gemma: nn.Module) -> None:
+        class Trainer:
+            model = nn.ModuleDict({"inner": gemma})
+
+        assert "only=['fp16-residual-overflow']" in "".join(advice(finding("residual-overflow"), Trainer()))
+
+    @pytest.mark.parametrize("symptom", ["attention-logits-overflow", "masked-row"])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_opt_in(self, tiny: Callable[[str], nn.Module], symptom: str, dtype: torch.dtype) -> None:
+        """Applied in float16, offered in the others."""
+        model = tiny("qwen2").to(dtype)
+        decided = {d.patch: d.decided for d in hfpatch.plan(model).decisions}
+        assert decided["fp32-attention-logits"] == ("applied" if dtype == torch.float16 else "opt-in")
+        assert said(symptom, model) == "try: hfpatch.apply(model, only=['fp32-attention-logits'])"
+
+    def test_refused(self, tiny: Callable[[str], nn.Module]) -> None:
+        first, second = said("residual-overflow", tiny("olmo2").half()).splitlines()
+        assert first.startswith("fp16-residual-overflow answers this, but is refused here: olmo2: ")
+        assert first.endswith("; stock alternatives: bfloat16 weights, or float32 weights under float16 autocast")
+        assert second == "No other patch is known for this."
+
+    def test_of_an_architecture_that_it_does_not_serve(self) -> None:
+        assert "refused here: does not serve gpt2" in said("residual-overflow", tiny_model("gpt2").half())
+
+    def test_of_no_transformers_model(self) -> None:
+        text = said("residual-overflow", nn.Linear(2, 2))
+        assert text.startswith("fp16-residual-overflow answers this, but is refused here: ")
+        assert text.endswith("No other patch is known for this.")
+
+    def test_already_applied(self, gemma: nn.Module) -> None:
+        hfpatch.apply(gemma, only="fp16-residual-overflow", verbose=False)
+        first, second = said("residual-overflow", gemma).splitlines()
+        assert first == ("fp16-residual-overflow answers this, but is not needed here: already applied (18 edits)")
+        assert second == "No other patch is known for this."
+        assert answering(finding("residual-overflow"), gemma) == ()
+
+    def test_not_needed(self, tiny: Callable[[str], nn.Module]) -> None:
+        assert "not needed here: its weights are on cpu" in said("attention-backward-nan", hfpatch_sdpa(tiny("qwen2")))
+
+    @pytest.mark.parametrize("symptom", sorted(set(SYMPTOMS) - ANSWERED))
+    def test_no_patch_is_known(self, symptom: str, gemma: nn.Module) -> None:
+        (line,) = advice(finding(symptom), gemma)
+        assert line.startswith("No patch is known for this")
+        assert line.endswith(".")
+        assert answering(finding(symptom), gemma) == ()
+
+    @pytest.mark.parametrize(
+        ("symptom", "hint"),
+        [("bad-weight", "hfpatch scan"), ("no-labels", "hfpatch.Guard"), ("bad-input", "makes the batch")],
+    )
+    def test_where_to_look_instead(self, symptom: str, hint: str, gemma: nn.Module) -> None:
+        assert hint in said(symptom, gemma)
+
+    def test_what_a_scaler_answers(self, gemma: nn.Module) -> None:
+        ordinary = finding("scale-too-high", ordinary=True)
+        assert "No patch is needed" in "".join(advice(ordinary, gemma))
+        assert answering(ordinary, gemma) == ()
+
+
+def hfpatch_sdpa(model: Any) -> nn.Module:
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+class TestKeys:
+    def test_an_unknown_one_is_told_when_the_patch_is_made(self) -> None:
+        patch = registry.get("fp16-residual-overflow").patch
+        with pytest.raises(ValueError, match=r"answers made-up: no such symptom"):
+            replace(patch, answers=("residual-overflow", "made-up"))
+
+    def test_every_one_that_the_tracer_gives_is_known_and_the_other_way_round(self) -> None:
+        """Symptoms are the hyphenated words in the tracer's code, and those of one word."""
+        given: set[str] = set()
+        for file in Path(trace.__file__).parent.glob("*.py"):
+            texts = {n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)}
+            given |= {
+                t for t in texts if isinstance(t, str) and (t in SYMPTOMS or re.fullmatch(r"[a-z]+(-[a-z]+)+", t))
+            }
+        assert given == set(SYMPTOMS)
+
+
+@pytest.mark.parametrize(("patch", "case"), PROVED, ids=[f"{patch}-{case}" for patch, case in PROVED])
+def test_answers_are_true(patch: str, case: Case) -> None:
+    """The repro of a patch, traced: what is found is what the patch says it answers, and is gone once it is applied."""
+    if case.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{case} needs a GPU")
+    entry = registry.get(patch)
+    found = traced(case, patched=False)
+    if found is None:  # the case is about accuracy
+        assert case.autocast is not None
+        return
+    assert found.symptom in entry.patch.answers
+    assert traced(case, patched=True) is None
+
+
+@pytest.mark.parametrize("patch", sorted({patch for patch, _ in PROVED}))
+def test_each_has_a_case_that_proves_it(patch: str) -> None:
+    cases = [case for name, case in PROVED if name == patch]
+    if all(case.device == "cuda" for case in cases) and not torch.cuda.is_available():
+        pytest.skip(f"the cases of {patch} need a GPU")
+    assert traced(cases[0], patched=False) is not None
+
+
+def traced(case: Case, *, patched: bool) -> Finding | None:
+    """What the tracer finds in a case, with the patches that answer it or without; the advice must name them."""
+    trial = build(case)
+    if patched:
+        (entry,) = (e for e in registry.entries().values() if case in e.patch.repros)
+        hfpatch.apply(trial.model, only=entry.id, verbose=False)
+    with hfpatch.trace(trial.model) as t:
+        logits = trial.logits()
+        wrong = not bool(logits.isfinite().all())
+        if not wrong and case.device == "cuda":
+            wrong = bool(trial.bad_gradients())
+    found = t.first_bad
+    assert (found is not None) == wrong
+    if found is not None:
+        (entry,) = (e for e in registry.entries().values() if case in e.patch.repros)
+        assert entry.id in answering(found, trial.model)
+    return found

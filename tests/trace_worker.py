@@ -1,0 +1,71 @@
+"""One rank of a traced training; started by torchrun from test_trace_ranks.py.
+
+    torchrun --nproc-per-node N trace_worker.py MODE FOLDER
+
+Each rank writes FOLDER/rank.json: what it found, and its gradients' sum. The last rank's second batch overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hfpatch
+
+
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), Square()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def wrap(mode: str, model: nn.Module) -> nn.Module:
+    if mode.startswith("ddp"):
+        return DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def main(mode: str, folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = wrap(mode, Net())
+    ranks = [world - 1] if mode.endswith("last") else None
+    with hfpatch.trace(model, ranks=ranks) as t:
+        for step in range(3):
+            x = torch.ones(4, 6)
+            if rank == world - 1 and step == 1:
+                x *= 1e20
+            model(x).backward()
+            model.zero_grad()
+    found = t.first_bad
+    out = {"found": found.to_dict() if found else None, "steps": [s.number for s in t.steps]}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(out))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
