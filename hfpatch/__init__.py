@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from hfpatch.advice import trace as trace
     from hfpatch.guarding.callback import GuardCallback as GuardCallback
     from hfpatch.guarding.guard import Guard as Guard
+    from hfpatch.guarding.hazard import Hazards as Hazards
+    from hfpatch.guarding.hazards import check as check
+    from hfpatch.guarding.helpers import gradient_report as gradient_report
+    from hfpatch.guarding.helpers import validate_loss as validate_loss
     from hfpatch.guarding.outcome import Outcome as Outcome
     from hfpatch.model.embed import embed_tokens as embed_tokens
     from hfpatch.model.inspect import ModelInfo as ModelInfo
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from hfpatch.model.lora import LoraTargets as LoraTargets
     from hfpatch.model.lora import lora_targets as lora_targets
     from hfpatch.model.lora_config import lora_config as lora_config
+    from hfpatch.numerics.losses import normalized_mse as normalized_mse
     from hfpatch.patching.apply import Applied as Applied
     from hfpatch.patching.apply import Status as Status
     from hfpatch.patching.apply import apply as apply
@@ -32,12 +37,21 @@ if TYPE_CHECKING:
     from hfpatch.patching.catalogue import list_patches as list_patches
     from hfpatch.patching.plan import Plan as Plan
     from hfpatch.patching.plan import plan as plan
+    from hfpatch.scanning.report import ScanReport as ScanReport
+    from hfpatch.scanning.scan import scan as scan
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "errors": "hfpatch.errors",
     "trace": "hfpatch.advice",
+    "normalized_mse": "hfpatch.numerics.losses",
+    "gradient_report": "hfpatch.guarding.helpers",
+    "validate_loss": "hfpatch.guarding.helpers",
+    "Hazards": "hfpatch.guarding.hazard",
+    "check": "hfpatch.guarding.hazards",
+    "scan": "hfpatch.scanning.scan",
+    "ScanReport": "hfpatch.scanning.report",
     "Guard": "hfpatch.guarding.guard",
     "GuardCallback": "hfpatch.guarding.callback",
     "Outcome": "hfpatch.guarding.outcome",
@@ -62,24 +76,31 @@ __all__ = [
     "Applied",
     "Guard",
     "GuardCallback",
+    "Hazards",
     "LoraTargets",
     "ModelInfo",
     "Outcome",
     "Plan",
+    "ScanReport",
     "Status",
     "__version__",
     "apply",
+    "check",
     "embed_tokens",
     "errors",
     "explain",
+    "gradient_report",
     "inspect",
     "list_patches",
     "lora_config",
     "lora_targets",
+    "normalized_mse",
     "plan",
     "revert",
+    "scan",
     "status",
     "trace",
+    "validate_loss",
 ]
 
 

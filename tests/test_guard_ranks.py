@@ -18,12 +18,12 @@ from tests import guard_worker as worker
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def launch(mode: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Run the worker on `ranks` processes; a deadlock ends in the timeout."""
+def launch(mode: str, ranks: int, folder: Path, script: str = "guard_worker.py") -> list[dict[str, Any]]:
+    """Run a worker on `ranks` processes; a deadlock ends in the timeout."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*torchrun, str(ROOT / "tests" / "guard_worker.py"), mode, str(folder)]
+    command = [*torchrun, str(ROOT / "tests" / script), mode, str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def test_layouts(device: str) -> None:
     image = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     tensors = [
         x, x.transpose(0, 2), x[:, ::2], x[1], x[..., 3], x[0, 0, 0], torch.ones(2, 1, device=device).expand(2, 6),
-        image, torch.randn(4, 4, dtype=torch.complex64, device=device), x.requires_grad_(),
+        image, torch.randn(4, 4, dtype=torch.complex64, device=device), torch.randn(4, dtype=torch.complex64, device=device).conj().imag[:1],
+        torch.randn(4, 4, dtype=torch.complex64, device=device).conj().imag, x.requires_grad_(),
     ]  # fmt: skip
     for row, tensor in zip(measured(*tensors), tensors, strict=True):
         same(row, tensor.detach())
@@ -151,11 +153,73 @@ def test_no_wait_for_the_gpu() -> None:
     same(gathered.read()[1500].tolist(), x)
 
 
-@given(st.integers(2 * SAMPLE + 1, 10**9), st.integers(1, 20_000))
-def test_stride_meets_every_channel(size: int, width: int) -> None:
-    step = stride(size, width)
-    assert math.gcd(step, width) == 1
+@given(st.integers(2 * SAMPLE + 1, 10**9))
+def test_stride_meets_every_channel(size: int) -> None:
+    step = stride(size)
+    assert math.gcd(step, size) == 1
     assert step >= size // SAMPLE
+    assert size // step >= 300
+
+
+@pytest.mark.parametrize("layout", ["rows", "channels_last", "permuted", "a last dimension of 1", "complex"])
+def test_the_sample_meets_every_channel_in_any_layout(layout: str) -> None:
+    x = torch.ones(8, 64, 32, 64)  # channel 7 of 64
+    x[..., 7] = 100
+    tensor = {
+        "rows": x,
+        "channels_last": x.permute(0, 3, 1, 2),
+        "permuted": x.transpose(1, 3),
+        "a last dimension of 1": x.unsqueeze(-1),
+        "complex": torch.complex(torch.ones(4000, 33), torch.full((4000, 33), 100.0)),
+    }[layout]
+    (row,) = measured(tensor)
+    want = reference(tensor)
+    assert row[11] < want[11]
+    assert row[10] / row[11] == pytest.approx(want[10] / want[11], rel=0.1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_callers_defaults_do_not_matter(device: str) -> None:
+    """A default device that holds no values, and a default dtype too narrow for a row."""
+    x = torch.full((300, 300), 1000.25, device=device)
+    kinds: list[Any] = [lambda: rows(x.device), DeviceRows]
+    for kind in kinds:
+        gathered = kind()
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            gathered.add(x)
+            gathered.add(x[:0])
+            table = gathered.read()
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        assert (table.device.type, table.dtype) == ("cpu", torch.float64)
+        assert table[0, [0, 1, 2, 3, 7, 8]].tolist() == [0, 0, 0, 0, 1000.25, 1000.25]
+        assert table[1, 11] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float64_beyond_float32(device: str) -> None:
+    x = torch.tensor([1e100, -2.0], dtype=torch.float64, device=device)
+    for kind in (None, DeviceRows):
+        row, other = measured(x, torch.ones(3, device=device), kind=kind)
+        same(row, x)
+        assert other[:9] == [0.0] * 7 + [1.0, 1.0]
+
+
+@CUDA
+def test_a_waiting_tensor_keeps_no_graph_and_no_replaced_data() -> None:
+    parameter = torch.nn.Parameter(torch.ones(10, device="cuda"))
+    result = parameter * 2
+    node = weakref.ref(result)
+    gathered = rows(parameter.device)
+    gathered.add(parameter)
+    gathered.add(result)
+    parameter.data = torch.full((20,), 5.0, device="cuda")
+    del result
+    assert node() is None
+    assert gathered.read()[:, 8].tolist() == [1.0, 2.0]
 
 
 @settings(deadline=None)

@@ -544,7 +544,105 @@ class TestWhenAndWhere:
         assert len(t.steps) == 1
 
 
+class TestFoundByBreakingIt:
+    """Each was wrong once."""
+
+    def test_encoder_decoder_caches(self) -> None:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        torch.manual_seed(0)
+        config = T5Config(
+            vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
+        model = T5ForConditionalGeneration(config).eval()
+        ids = torch.arange(2, 10)[None]
+        assert trained(model, input_ids=ids, labels=ids).first_bad is None
+        with hfpatch.trace(model) as t:
+            model.generate(ids, max_new_tokens=3, do_sample=False)
+        assert t.first_bad is None
+        assert len(t.steps) == 3
+
+    def test_infinite_constants_in_buffers(self) -> None:
+        class Masked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (x @ x.T + self.mask).softmax(-1) @ x
+
+        t = traced(Chain(nn.Linear(4, 4), Masked()), torch.randn(4, 4))
+        assert t.first_bad is None
+        assert any("a constant" in words for words in t.meant)
+
+    def test_a_backward_pass_that_came_too_late_is_told(self, ids: torch.Tensor) -> None:
+        model = tiny_model("llama")
+        with hfpatch.trace(model) as t:
+            first = model(ids, labels=ids).loss
+            model(ids)
+            first.backward()
+        assert t.steps[0].unseen
+        assert "was not seen" in " ".join(str(t).split())
+
+    def test_a_row_of_logits_that_overflowed_is_no_masked_row(self) -> None:
+        scores = Do(lambda x: (x @ x.T * -1).softmax(-1))
+        found = traced(Chain(nn.Identity(), scores), torch.full((3, 4), 200.0).half()).first_bad
+        assert found.symptom == "overflow"
+        assert found.operation == "matmul"
+
+    def test_a_gradient_that_was_bad_when_the_model_got_it(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 2))
+        with hfpatch.trace(model) as t:
+            model(torch.ones(1, 4)).backward(torch.tensor([[NAN, 1.0]]))
+        assert t.first_bad.symptom == "bad-input"
+        assert "the loss" in t.first_bad.why
+
+    @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+    def test_copies_carry_nothing(self, ids: torch.Tensor, how: str) -> None:
+        import pickle
+
+        model = tiny_model("llama")
+        with hfpatch.trace(model) as t:
+            model(ids)
+            twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))  # noqa: S301
+            twin(ids)
+        assert len(t.steps) == 1
+
+    def test_transformations_are_left_alone(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parameters = dict(model.named_parameters())
+        with hfpatch.trace(model):
+            out = torch.func.vmap(lambda x: torch.func.functional_call(model, parameters, (x,)))(torch.ones(3, 4))
+        assert out.shape == (3, 4)
+
+    def test_the_loss_scale_is_no_overflow(self, ids: torch.Tensor) -> None:
+        room = trained(tiny_model("llama"), ids, labels=ids).headroom("float16", loss_scale=2.0**16)
+        assert not any(r.tensor == "gradient of output 'loss'" for r in room.rooms)
+
+    def test_a_weight_that_was_written_behind_our_back(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4))
+        with hfpatch.trace(model) as t, torch.no_grad():
+            model(torch.ones(1, 4))
+            model[0].weight.data = torch.full((4, 4), NAN)
+            model(torch.ones(1, 4))
+        assert t.first_bad.symptom == "bad-weight"
+
+    def test_a_number_is_a_factor(self) -> None:
+        found = traced(Chain(nn.Identity(), Do(lambda x: x * 3)), torch.full((2, 2), 3e4).half()).first_bad
+        assert found.why == "3e+04 x 3 exceeds float16's 65,504"
+
+    def test_it_prints_itself(self, ids: torch.Tensor) -> None:
+        report = traced(tiny_model("llama"), ids).report()
+        assert str(report).startswith("trace of LlamaForCausalLM: 1 step")
+        assert report._repr_html_().startswith("<div>")
+
+
 class TestBadInput:
+    @pytest.mark.parametrize("words", [{"steps": 5}, {"epochs": 3}, {"steps": [-1]}, {"ranks": 0}, {"ranks": "0"}])
+    def test_no_lists(self, words: Any) -> None:
+        with pytest.raises(InputError, match="want a list of numbers counted from 0"):
+            hfpatch.trace(nn.Linear(2, 2), **words)
+
     def test_no_model(self) -> None:
         with pytest.raises(NotAModelError):
             hfpatch.trace(3)

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hfpatch.cli import demo, explain, inspect, listing, plan, trace, verify
+from hfpatch.cli import check, demo, explain, inspect, listing, plan, scan, trace, verify
 from hfpatch.errors import HfpatchError
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app.command("list")(listing.list_patches)
 app.command("explain")(explain.explain)
 app.command("verify")(verify.verify)
 app.command("trace")(trace.trace)
+app.command("scan")(scan.scan)
+app.command("check")(check.check)
 app.command("demo")(demo.demo)
 
 

@@ -7,6 +7,7 @@
     ledger.py     the host's side of it: reasons, counters, history, and when to stop
     checks.py     what is refused, or warned about, before the first step
     guard.py      Guard: drives optimizer, scaler and schedule of a plain loop by the decision
+    recorder.py   what is asked of a black box (`hfpatch.BlackBox`), and when
     callback.py   GuardCallback: does the same inside a transformers Trainer, on that Trainer's own objects only
 
 Rules that hold everywhere: gradients are judged unscaled and before clipping; a skipped batch changes neither

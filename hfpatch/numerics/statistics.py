@@ -72,18 +72,18 @@ class CPURows:
             self._rows.append(_row(0.0, 0.0, 0.0, least, most))
         else:
             self._rows.append(_with_nonfinite(flat))
-        sample = flat.clone() if size <= 2 * SAMPLE else flat[:: stride(size, tensor.shape[-1])].contiguous()
+        sample = flat.clone() if size <= 2 * SAMPLE else flat[:: stride(size)].contiguous()
         self._samples[sample.numel(), sample.dtype].append((number, sample))
         return number
 
     def read(self) -> torch.Tensor:
         """See `Rows`."""
-        table = torch.tensor(self._rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
+        # "cpu" is said, since the caller may have set another default device
+        table = torch.tensor(self._rows, dtype=torch.float64, device="cpu").reshape(-1, len(COLUMNS))
+        columns = torch.tensor([3, 4, 5, 6, 9, 10, 11], device="cpu")
         for listed in self._samples.values():
-            numbers = torch.tensor([number for number, _ in listed])
-            table[numbers[:, None], torch.tensor([3, 4, 5, 6, 9, 10, 11])] = _sampled(
-                torch.stack([sample for _, sample in listed]).double()
-            )
+            numbers = torch.tensor([number for number, _ in listed], device="cpu")
+            table[numbers[:, None], columns] = _sampled(torch.stack([sample for _, sample in listed]).double())
         return table
 
 
@@ -98,7 +98,7 @@ class DeviceRows:
         flat = flattened(tensor)
         x = flat if flat.dtype == torch.float64 else flat.float()
         if x.numel() == 0:
-            row = torch.zeros(len(COLUMNS), device=x.device)
+            row = torch.zeros(len(COLUMNS), dtype=x.dtype, device=x.device)
             row[7].fill_(math.inf)
             row[8].fill_(-math.inf)
             self._rows.append(row)
@@ -120,7 +120,7 @@ class DeviceRows:
             (clean * clean).sum(),
             finite.sum(),
         ]
-        self._rows.append(torch.stack([f.to(x.dtype) for f in figures]).float())
+        self._rows.append(torch.stack([f.to(x.dtype) for f in figures]))
         return len(self._rows) - 1
 
     def read(self) -> torch.Tensor:
@@ -128,8 +128,11 @@ class DeviceRows:
         return self.stacked().cpu().double()
 
     def stacked(self) -> torch.Tensor:
-        """The rows where they are, float32 [rows, len(COLUMNS)]."""
-        return torch.stack(self._rows) if self._rows else torch.zeros(0, len(COLUMNS))
+        """The rows where they are, float32 [rows, len(COLUMNS)]; float64 if a tensor was."""
+        if not self._rows:
+            return torch.zeros(0, len(COLUMNS), device="cpu")
+        dtype = torch.float64 if any(row.dtype == torch.float64 for row in self._rows) else torch.float32
+        return torch.stack([row.to(dtype) for row in self._rows])
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +140,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
     Complex numbers become pairs, float8 becomes float32.
     """
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype.itemsize == 1:
@@ -149,12 +152,12 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return by_memory.view(-1) if by_memory.is_contiguous() else tensor.reshape(-1).contiguous()
 
 
-def stride(size: int, width: int) -> int:
-    """A step that takes some `SAMPLE` of `size` elements and shares no factor with the width of a row, so that every
-    channel comes up.
+def stride(size: int) -> int:
+    """A step that takes some `SAMPLE` of `size` elements and shares no factor with `size`, hence with no dimension of
+    the tensor in any layout, so that every channel comes up, and both parts of complex numbers.
     """
     step = size // SAMPLE
-    while math.gcd(step, width) != 1:
+    while math.gcd(step, size) != 1:
         step += 1
     return step
 

@@ -178,7 +178,10 @@ class TritonRows:
         number = len(self._sizes)
         self._sizes.append(tensor.numel() * (2 if tensor.is_complex() else 1))
         waiting = self._waiting.get(tensor.dtype)
-        if waiting is None or not tensor.is_contiguous():
+        if waiting is not None and tensor.is_contiguous() and not tensor.is_neg():
+            # an alias keeps no graph alive while it waits, nor follows a parameter whose `.data` is replaced
+            tensor = tensor.detach()
+        else:
             tensor = flattened(tensor)
             waiting = self._waiting.get(tensor.dtype)
         if waiting is None:
@@ -222,14 +225,14 @@ class TritonRows:
 
     def _new_chunk(self) -> None:
         """Room for more rows. A piece of pinned memory is written once: a copy of it may still be under way."""
-        rows = torch.zeros(CHUNK, WIDTH, device=self._device)
+        rows = torch.zeros(CHUNK, WIDTH, dtype=torch.float32, device=self._device)
         rows[:, 7].fill_(math.inf)
         rows[:, 8].fill_(-math.inf)
         if self._tables:
             self._tables[-1] = self._tables[-1][: self._used]
         self._tables.append(rows)
         self._meta = torch.empty(CHUNK, 2, dtype=torch.int64, device=self._device)
-        self._pinned = torch.empty(CHUNK, 2, dtype=torch.int64, pin_memory=True)
+        self._pinned = torch.empty(CHUNK, 2, dtype=torch.int64, device="cpu", pin_memory=True)
         self._host = self._pinned.numpy()
         self._used = 0
 
@@ -237,16 +240,16 @@ class TritonRows:
         """See `Rows`."""
         self._flush()
         if not self._sizes:
-            return torch.zeros(0, len(COLUMNS), dtype=torch.float64)
+            return torch.zeros(0, len(COLUMNS), dtype=torch.float64, device="cpu")
         if self._tables:
             self._tables[-1] = self._tables[-1][: self._used]
         pieces = [rows[:, : len(COLUMNS)] for rows in self._tables]
         found = torch.cat([*pieces, self._others.stacked().to(self._device)]).cpu().double()
         table = torch.empty_like(found)
-        table[torch.tensor([*self._order, *self._other_numbers])] = found
-        sizes = torch.tensor(self._sizes, dtype=torch.float64)
+        table[torch.tensor([*self._order, *self._other_numbers], device="cpu")] = found
+        sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")
         if self._order:
-            ours = torch.tensor(self._order)
+            ours = torch.tensor(self._order, device="cpu")
             table[ours, 3:7] *= (sizes[ours] / _counted(sizes[ours])).clamp(min=1).nan_to_num(1.0)[:, None]
         table[:, 11] = sizes - table[:, :3].sum(1)
         return table

@@ -16,6 +16,8 @@ STYLES = {
     "refused": "red",
     "passed": "green",
     "failed": "bold red",
+    "starts here": "bold red",
+    "not finite": "red",
 }
 
 
@@ -71,6 +73,12 @@ class Sheet:
         for note in self.notes:
             console.print(Text(note))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
 
     def to_html(self) -> str:
         """Render for a notebook: one self-contained table, every cell escaped."""

@@ -108,7 +108,11 @@ def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
 
 def _shallow(cache: Any) -> Any:
     out = copy.copy(cache)
-    out.layers = [copy.copy(layer) for layer in cache.layers]
+    for name, value in vars(cache).items():
+        if name == "layers":
+            out.layers = [copy.copy(layer) for layer in value]
+        elif is_cache(value):  # one for the decoder itself and one for what it reads of the encoder
+            setattr(out, name, _shallow(value))
     return out
 
 

@@ -93,6 +93,8 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
     op = origin.name
     if op in NORMS and op.endswith("_backward"):
         return "near-constant-row", f"the gradient of a norm whose row hardly varies: the gain 1/std passes {limit}"
+    if origin.given and (weight := next((o.name for o in origin.operands if o.nonfinite and o.name), None)):
+        return "bad-weight", f"{weight!r} holds it, though it did not when the step began"
     if origin.given:
         return "bad-input", f"an operand holds it already: {_operands(origin)}"
     if op in SOFTMAX and origin.masked:
@@ -129,7 +131,8 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
     if op in POWERS and origin.operands:
         return "square-overflow", f"a power of {_at(origin, 0)} exceeds {limit}"
     if op == "mul" and origin.operands:
-        factors = " x ".join(_at(origin, i) for i in range(len(origin.operands)))
+        shown = [*(_at(origin, i) for i in range(len(origin.operands))), *(f"{n:.3g}" for n in origin.numbers)]
+        factors = " x ".join(shown[:2])
         if len(origin.operands) == 2 and origin.operands[0] == origin.operands[1]:
             return "square-overflow", f"{factors} exceeds {limit}"
         return "overflow", f"{factors} exceeds {limit}"

@@ -56,6 +56,10 @@ class Diagnosis:
 
     def _look(self, event: Event) -> Finding | None:
         if event.phase == "weights":
+            if event.role == "buffer" and not event.stats.nan:
+                if (event.module, event.role, event.name) not in self.known:
+                    self._mean(event, "a constant")
+                return None
             symptom = "bad-weight" if event.role == "parameter" else "bad-buffer"
             return self._report(event, symptom, f"the {event.role} itself holds it, before the forward pass")
         if event.phase == "forward":
@@ -101,6 +105,8 @@ class Diagnosis:
         return self._made(event, seen.origin)
 
     def _backward(self, event: Event) -> Finding | None:
+        if event.phase == "backward" and event.forward in self.watch.final:
+            return self._at_the_loss(event)
         call = self._behind(event)
         if call is None:
             return self._report(event, "unknown", "the operation is not known")
@@ -117,6 +123,15 @@ class Diagnosis:
                 event, "scale-too-high", why, seen.origin, found.operation, found.operand, ordinary=True
             )
         return self._made(event, seen.origin)
+
+    def _at_the_loss(self, event: Event) -> Finding:
+        """A gradient that was bad when the model got it."""
+        if event.shape == () and event.stats.posinf and event.dtype == torch.float16:
+            why = (
+                "the loss scale itself exceeds float16's 65,504; compute the loss in float32, or start at a lower scale"
+            )
+            return self._report(event, "scale-too-high", why, ordinary=True)
+        return self._report(event, "bad-input", "the loss, which is computed outside the model, gave it")
 
     def _point(self, event: Event, call: Call) -> replay.Point:
         """Where the tensor of an event is in a call that is run again."""

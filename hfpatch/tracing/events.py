@@ -126,12 +126,15 @@ class Step:
         epoch: Entries of the trace before this one.
         events: In the order they happened.
         start: The gradient that the backward pass started with, if the model gave a loss.
+        unseen: A backward pass of this step came after the step was over: the model had been called again, or the
+            trace been asked.
     """
 
     number: int
     epoch: int
     events: list[Event] = field(default_factory=list[Event])
     start: Event | None = None
+    unseen: bool = False
 
     def of(self, phase: Phase) -> list[Event]:
         """Events of one phase."""

@@ -108,7 +108,7 @@ def headroom(steps: Iterable[Step], dtype: str | torch.dtype, loss_scale: float 
     found: dict[tuple[Phase, str, str], Room] = {}
     for step in steps:
         for event in step.events:
-            if not _counts(event):
+            if event is step.start or not _counts(event):
                 continue
             scaled = event.phase in ("backward", "gradients") and (loss_scale != 1 or step.scale not in (None, 1.0))
             largest = event.stats.largest * (loss_scale / (step.scale or 1.0) if scaled else 1.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Origin:
         after_softmax: A softmax ran before it in the same module.
         masked: A softmax, and an operand had a row of nothing but -Inf.
         vanished: The last small number (an eps) that was 0 in its dtype in the same module; None if there was none.
+        numbers: Numbers among its arguments.
         given: An operand held a NaN or an infinity when the call began.
     """
 
@@ -75,6 +76,7 @@ class Origin:
     after_softmax: bool
     masked: bool
     vanished: float | None = None
+    numbers: tuple[float, ...] = ()
     given: bool = False
 
 
@@ -153,15 +155,15 @@ class Operations(TorchDispatchMode):
         given = any(k.bad and not k.marks for k in before)
         meant = any(k.neginf for k in before) or _writes_neginf(args, kwargs)
         bad = nan or posinf or (neginf and not meant)
-        softmax_died = (
+        masked_row = (
             name in SOFTMAX and nan and not any(_has_nan_or_posinf(k, t) for k, t in zip(before, operands, strict=True))
         )
         marks = carried if (nan or posinf or neginf) else frozenset[int]()
-        if bad and (not carried or softmax_died):
-            made = self._origin(
-                name, module, node, operands, before, result, masked=softmax_died, nan=nan, posinf=posinf
-            )
-            self.origins.append(replace(made, given=given))
+        filled = all(self.origins[m].name in ("add", "sub") for m in carried)  # a mask added to a logit, not a logit
+        masked_row = masked_row and filled
+        if bad and (not carried or masked_row):
+            made = self._origin(name, module, node, operands, before, result, masked=masked_row, nan=nan, posinf=posinf)
+            self.origins.append(replace(made, given=given, numbers=tuple(_numbers((args, kwargs.values())))))
             marks = frozenset({len(self.origins) - 1})
             if self.first_only:
                 raise Found
@@ -253,9 +255,9 @@ def _writes_neginf(args: Any, kwargs: Any) -> bool:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, float):
-        yield value
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)
+    elif isinstance(value, (tuple, list, ValuesView)):
         for part in value:
             yield from _numbers(part)
 

@@ -85,8 +85,9 @@ def cached(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str
     for key, part in _parts(value) if depth else ():
         path = f"{name}.{key}" if name else str(key)
         if is_cache(part):
-            for index, layer in enumerate(part.layers):
+            for index, layer in enumerate(getattr(part, "layers", ())):
                 yield from floating(dict(vars(layer)), f"{path}.layers.{index}")
+            yield from cached({n: v for n, v in vars(part).items() if is_cache(v)}, path, depth - 1)
         else:
             yield from cached(part, path, depth - 1)
 

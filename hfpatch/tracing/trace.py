@@ -27,7 +27,7 @@ from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.headroom import Headroom, headroom
-from hfpatch.tracing.hooks import Hooks
+from hfpatch.tracing.hooks import Hook, Hooks, transformed
 from hfpatch.tracing.places import places
 from hfpatch.tracing.watch import Watch
 
@@ -67,7 +67,7 @@ class Trace:
         self.level, self.backward, self.answers, self.passed = level, backward, answers, passed
         self.wanted_steps = _chosen("steps", steps)
         self.wanted_epochs = _chosen("epochs", epochs)
-        self.ranks = ranks
+        self.ranks = None if ranks is None else _listed("ranks", ranks)
         self.steps: list[Step] = []
         self.findings: list[Finding] = []
         self.meant: list[str] = []
@@ -98,8 +98,9 @@ class Trace:
             if self._compiled:
                 say([f"hfpatch: {self._compiled[0] or 'the model'} is compiled; it runs uncompiled while it is traced"])
                 self._context.enter_context(torch.compiler.set_stance("force_eager"))
-            self._handles.append(self.model.register_forward_pre_hook(self._called, with_kwargs=True))
-            self._handles.append(self.model.register_forward_hook(self._returned, with_kwargs=True, always_call=True))
+            self._handles.append(self.model.register_forward_pre_hook(Hook(self._called), with_kwargs=True))
+            returned = Hook(self._returned)
+            self._handles.append(self.model.register_forward_hook(returned, with_kwargs=True, always_call=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +140,7 @@ class Trace:
     # the hooks of the model itself
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy:  # a call that is run again
+        if self._busy or transformed():  # a call that is run again
             return
         self._conclude()
         number, self._count = self._count, self._count + 1
@@ -162,7 +163,7 @@ class Trace:
             self._unhook()
 
     def _returned(self, _model: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
-        if self._watch is not None and not self._busy:
+        if self._watch is not None and not self._busy and not transformed():
             self._watch.finish(output)
 
     def _conclude(self) -> None:
@@ -270,9 +271,14 @@ def _chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:
         return lambda _: True
     if callable(wanted):
         return wanted
-    if isinstance(wanted, (str, bytes)) or any(type(n) is not int for n in wanted):
-        raise InputError(f"{name}={wanted!r}: want numbers counted from 0, or a function of one; None for all")
-    return _Numbers(wanted)
+    return _Numbers(_listed(name, wanted))
+
+
+def _listed(name: str, wanted: Any) -> Collection[int]:
+    listed = isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes))
+    if not listed or any(type(n) is not int or n < 0 for n in wanted):
+        raise InputError(f"{name}={wanted!r}: want a list of numbers counted from 0; None for all")
+    return wanted
 
 
 class _Numbers:

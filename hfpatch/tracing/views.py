@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,36 +25,44 @@ def sheet(
     answers: Sequence[str],
 ) -> Sheet:
     """One row a block: the largest magnitude forward and backward, how many doublings are left, what is not finite."""
+    starts = {where.kept(f.module) for f in findings}
+    backward = any(step.of("backward") for step in steps)
     rows: list[tuple[str, ...]] = []
-    bad_blocks = {where.kept(f.module) for f in findings}
     for path in _blocks(steps, where):
-        forward = _events(steps, path, "forward")
-        backward = _events(steps, path, "backward")
-        if not forward and not backward:
-            continue
-        rows.append(
-            (
-                path or "(model)",
-                _largest(forward),
-                _room(forward),
-                _largest(backward),
-                _room(backward),
-                "starts here"
-                if path in bad_blocks
-                else "not finite"
-                if any(e.bad for e in (*forward, *backward))
-                else "",
-            )
-        )
-    notes = [*(f"{'ordinary: ' if f.ordinary else ''}{f.sentence}" for f in findings[:5])]
+        there, back = _events(steps, path, "forward"), _events(steps, path, "backward")
+        if there or back:
+            word = "starts here" if path in starts else "not finite" if any(e.bad for e in (*there, *back)) else ""
+            cells = (path or "(model)", _largest(there), _room(there))
+            rows.append((*cells, _largest(back), _room(back), word) if backward else (*cells, word))
+    columns = ("block", "max |x|", "room", *(("max |grad|", "room ") if backward else ()), "")
+    rows = _folded(rows)
+    notes = [f"{'ordinary: ' if f.ordinary else ''}{f.sentence}" for f in findings[:5]]
     if len(findings) > 5:
         notes.append(f"... and in {len(findings) - 5} more steps.")
     if not findings:
         notes.append("Nothing went wrong." if steps else "The model was not called while it was traced.")
+    notes += [
+        f"step {s.number}: a backward pass came after the step was over, and was not seen (the model was called again "
+        "before it, or it was the second one)"
+        for s in steps
+        if s.unseen
+    ][:3]
     notes += [f"meant: {words}" for words in meant[:5]]
+    notes += ["room: doublings left before the largest value of the dtype"] if rows else []
     notes += answers
-    columns = ("block", "max |x|", "room", "max |grad|", "room ", "")
     return Sheet(title, columns, tuple(rows), tuple(notes), wide=("block",))
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows with runs of three and more that are not finite in one line."""
+    out: list[tuple[str, ...]] = []
+    for same, group in itertools.groupby(rows, key=lambda row: row[-1] == "not finite"):
+        run = list(group)
+        if same and len(run) > 2:
+            out.append((f"{run[0][0]} to {run[-1][0]}", *[""] * (len(run[0]) - 2), "not finite"))
+        else:
+            out += run
+    return out
 
 
 def to_dict(steps: Sequence[Step], findings: Sequence[Finding], meant: Sequence[str]) -> dict[str, Any]:

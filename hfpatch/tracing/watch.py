@@ -52,6 +52,7 @@ class Watch:
         self.calls: dict[tuple[str, int], Call] = {}
         self.caches: dict[int, tuple[Any, Any]] = {}
         self.output: Any = None
+        self.final: set[int] = set()
         self._root = places.opened[""]
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._numbers: dict[str, int] = {}
@@ -92,6 +93,7 @@ class Watch:
         if output is not None:
             self.output = output
             self.returned("", output, True)
+            self.final = {n for _, tensor in floating(output) if (n := self._known(tensor)) is not None}
         self._running = False
 
     def called(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: bool) -> None:
@@ -182,8 +184,10 @@ class Watch:
                 self._begin_backward()
                 event = self._event("backward", path, role, name, number, grad)
                 event.forward = of
-                if path == "" and role == "output" and not grad.dim():
+                if of in self.final and not grad.dim():
                     self.step.start = event
+            else:
+                self.step.unseen = True
 
         tensor.register_hook(gradient)
 

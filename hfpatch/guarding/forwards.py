@@ -1,0 +1,242 @@
+# the function that checkpoints a layer is known to transformers under one private name only
+# pyright: reportPrivateUsage=false
+"""What a model's forward does with what a Trainer passes: `num_items_in_batch`, and activation checkpointing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hfpatch.errors import InputError
+from hfpatch.guarding.checks import plain
+from hfpatch.model.source import REJECTIONS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hfpatch.guarding.settings import Settings
+
+ITEMS = "num_items_in_batch"
+_LOSS = re.compile(r"loss|cross_entropy|nll|criterion|ctc", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Swallowed:
+    """A forward that takes `num_items_in_batch` and does not divide its loss by it; `measured`, or read in its code."""
+
+    reason: str
+    measured: bool
+
+
+def swallows_items(model: nn.Module, batch: Mapping[str, Any] | None) -> Swallowed | None:
+    """Whether a Trainer would pass `num_items_in_batch` to a loss that does not change with it.
+
+    Args:
+        model: Inside all wrappers.
+        batch: With `labels`: the loss is computed twice. Without it, or on meta, the code of forward is read.
+
+    Raises:
+        InputError: The model cannot be run on the batch.
+    """
+    if not getattr(model, "accepts_loss_kwargs", True) or _catch_all(type(model)) is None:
+        return None
+    if batch is None or _device(model).type == "meta":
+        return _read(model)
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
+        return None  # a Trainer counts labels only
+    count = max(1, int((labels != -100).sum()))
+    losses = [_loss(model, batch, n) for n in (count, 2 * count)]
+    if losses[0] is None or losses[0] != losses[1]:
+        return None
+    return Swallowed(f"its loss on this batch is {losses[0]:.4g} for {count} tokens as for {2 * count}", measured=True)
+
+
+def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:
+    device = _device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(0)
+        output = _run(model, {**batch, ITEMS: torch.tensor(items, device=device)})
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output[0] if loss is None and isinstance(output, tuple) else loss
+    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    device = _device(model)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    modes = {m: m.training for m in model.modules()}
+    model.eval()  # neither dropout nor running statistics
+    try:
+        return model(**moved)
+    except REJECTIONS as error:
+        raise InputError(
+            f"check: {type(model).__name__} cannot be run on this batch: {type(error).__name__}: {error}; pass what "
+            "the Trainer's collator gives, or leave batch= out"
+        ) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _catch_all(cls: type[nn.Module]) -> str | None:
+    """Name of the `**kwargs` of a class's forward."""
+    parameters = inspect.signature(cls.forward).parameters.values()
+    return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+
+
+def _read(model: nn.Module) -> Swallowed | None:
+    """What the code of forward says; None where it divides the loss, or where that cannot be told."""
+    cls = type(model)
+    catch_all = _catch_all(cls)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    words = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    words |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    if catch_all is None or ITEMS in words | texts or "labels" not in words | texts | set(_parameters(cls)):
+        return None
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    handed = [c for c in calls if any(k.arg is None and _names(k.value, catch_all) for k in c.keywords)]
+    if catch_all not in words:
+        return Swallowed(f"{cls.__name__}.forward never looks at its **{catch_all}", measured=False)
+    if not handed or any(_LOSS.search(_callee(c)) for c in handed):
+        return None
+    if any(_LOSS.search(_callee(c)) for c in calls):
+        text = f"{cls.__name__}.forward computes its loss without its **{catch_all}"
+        return Swallowed(text, measured=False)
+    inner = [_attribute(model, c.func) for c in handed]
+    if any(m is None or _catch_all(type(m)) is None for m in inner):
+        return None
+    found = [_read(m) for m in inner if m is not None]
+    return found[0] if all(f is not None for f in found) else None
+
+
+def _parameters(cls: type[nn.Module]) -> Iterator[str]:
+    yield from inspect.signature(cls.forward).parameters
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
+
+
+def _callee(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _attribute(model: nn.Module, node: ast.AST) -> nn.Module | None:
+    """The module that `self.a.b` names."""
+    if isinstance(node, ast.Name):
+        return model if node.id == "self" else None
+    if not isinstance(node, ast.Attribute) or (owner := _attribute(model, node.value)) is None:
+        return None
+    found = getattr(owner, node.attr, None)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Layers under reentrant checkpointing whose inputs require no gradient: a backward pass ends before them.
+
+    `first` is the first of them, `tensors` of their parameters are to be trained.
+    """
+
+    first: str
+    tensors: int
+    measured: bool
+
+
+def cut_off(
+    model: nn.Module, inner: nn.Module, settings: Settings | None, batch: Mapping[str, Any] | None
+) -> list[Cut]:
+    """Stacks of layers that reentrant checkpointing would cut off.
+
+    Args:
+        model: As it is trained.
+        inner: Inside all wrappers.
+        settings: Of a Trainer that turns checkpointing on.
+        batch: Run once, to see what comes into the layers. Without it: what of the model trains before them.
+
+    Raises:
+        InputError: The model cannot be run on the batch.
+    """
+    layers = [(plain(n), m) for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    stacks: dict[str, list[tuple[str, GradientCheckpointingLayer]]] = {}
+    for name, layer in layers:
+        if _reentrant(layer, settings):
+            stacks.setdefault(name.rpartition(".")[0], []).append((name, layer))
+    training = {s: n for s, held in stacks.items() if (n := _trainable(held))}
+    if not training:
+        return []
+    turned_on = any(layer.gradient_checkpointing for _, layer in layers)
+    main: Any = getattr(inner, "main_input_name", None)
+    # with text as input, transformers makes the embeddings require gradients when it turns checkpointing on
+    if not turned_on and main == "input_ids" and (batch is None or "input_ids" in batch):
+        return []
+    measured = batch is not None and _device(inner).type != "meta"
+    if measured and batch is not None:
+        reached = _reached(inner, {s: [m for _, m in stacks[s]] for s in training}, batch)
+    else:
+        reached = set(training) if _trains_before(model, inner, layers) else set[str]()
+    return [Cut(stacks[s][0][0], count, measured) for s, count in training.items() if s not in reached]
+
+
+def _reentrant(layer: GradientCheckpointingLayer, settings: Settings | None) -> bool:
+    if layer.gradient_checkpointing:
+        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
+        # torch's default, where nothing is said, is the reentrant one
+        return isinstance(function, functools.partial) and function.keywords.get("use_reentrant", True) is not False
+    return settings is not None and settings.checkpointing and settings.reentrant
+
+
+def _trainable(layers: list[tuple[str, GradientCheckpointingLayer]]) -> int:
+    return sum(p.requires_grad for _, layer in layers for p in layer.parameters())
+
+
+def _reached(inner: nn.Module, stacks: dict[str, list[Any]], batch: Mapping[str, Any]) -> set[str]:
+    """Stacks whose first call gets a tensor that requires a gradient, or that are not called."""
+    seen: dict[str, bool] = {}
+
+    def look_at(stack: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            # only positional arguments: the reentrant implementation sees no others
+            seen.setdefault(stack, any(isinstance(a, torch.Tensor) and a.requires_grad for a in args))
+
+        return look
+
+    handles = [m.register_forward_pre_hook(look_at(stack)) for stack, layers in stacks.items() for m in layers]
+    try:
+        with torch.enable_grad():
+            _run(inner, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {stack for stack in stacks if seen.get(stack, True)}
+
+
+def _trains_before(model: nn.Module, inner: nn.Module, layers: list[tuple[str, GradientCheckpointingLayer]]) -> bool:
+    """Whether something trains that is neither in the layers nor in a head, or a hook makes the inputs train."""
+    if any("require_grad" in getattr(h, "__name__", "") for m in model.modules() for h in m._forward_hooks.values()):
+        return True
+    after = {id(p) for _, layer in layers for p in layer.parameters()}
+    if isinstance(inner, PreTrainedModel):
+        base: Any = inner.base_model
+        after |= {id(p) for p in inner.parameters()} - {id(p) for p in base.parameters()}
+    return any(p.requires_grad and id(p) not in after for p in model.parameters())
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -1,0 +1,144 @@
+"""`hfpatch.check`: what goes wrong in the combination of a model and the way it is to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.guarding import forwards, precision
+from hfpatch.guarding.hazard import Hazard, Hazards
+from hfpatch.guarding.subject import Subject
+
+MAKE_NO_NAN = ("nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off")
+"""Hazards after which a log has no NaN to hide."""
+
+SHOWN = 5
+"""Keys that a remark names."""
+
+
+def check(
+    model: nn.Module,
+    args: Any = None,
+    *,
+    optimizer: Any = None,
+    batch: Mapping[str, Any] | None = None,
+    device: str | torch.device | None = None,
+) -> Hazards:
+    """Look for what goes wrong when this model is trained in this way. Changes nothing, trains nothing.
+
+        print(hfpatch.check(model, training_args))
+
+    Args:
+        model: As it is trained: with its adapters, wrapped or not. Built on meta, its config is all that is known.
+        args: `TrainingArguments` or a subclass (TRL's SFTConfig), or a dict with such keys. For a loop of your own:
+            `{"fp16": True}` for autocast with a GradScaler, `"gradient_accumulation_steps"`, and so on.
+        optimizer: The one that steps, where it exists already; else the one that `args` name.
+        batch: As the collator makes it, on any device. With it the loss is computed twice, and once more where
+            layers are checkpointed: what is else read from the code is then measured. Leave it out where one rank
+            alone cannot run the model (FSDP).
+        device: Where it is to be trained; else where the model is, or a GPU if there is one.
+
+    Raises:
+        InputError: A value in `args` is none for its key; the model cannot be run on the batch; no such device.
+        NotAModelError: `model` holds no torch module.
+    """
+    subject = Subject(model, args, optimizer, batch, device)
+    found = [
+        *_nothing_trains(subject),
+        *precision.float16_parameters(subject),
+        *precision.bfloat16_under_scaler(subject),
+        *precision.eps_of_adam(subject),
+        *precision.quantised_in_float16(subject),
+        *precision.no_bfloat16(subject),
+        *precision.left_padding(subject),
+        *_loss_not_divided(subject),
+        *_checkpointing(subject),
+        *_clipping(subject),
+    ]
+    remarks = list(_remarks(subject))
+    if subject.settings is not None and subject.settings.nan_filter:
+        hides = "the Trainer's log shows 0.0, or the last good mean, for a loss that is NaN"
+        if any(h.id not in MAKE_NO_NAN for h in found):
+            change = "logging_nan_inf_filter=False, or callbacks=[hfpatch.GuardCallback()], which logs guard/loss_raw"
+            reason = f"logging_nan_inf_filter is on, and what is named above can end in NaN: {hides}"
+            found.append(Hazard("nan-hidden-from-log", certain=False, reason=reason, change=change))
+        else:
+            remarks.append(f"logging_nan_inf_filter is on, as by default: {hides}; False shows it")
+    mixed = subject.settings.precision if subject.settings is not None else "no"
+    name = type(subject.inner).__name__ + ("" if mixed == "no" else f", {mixed} mixed precision")
+    return Hazards(name, tuple(found), tuple(remarks))
+
+
+def _nothing_trains(subject: Subject) -> Iterator[Hazard]:
+    if not subject.parameters:
+        yield Hazard(
+            "nothing-trains",
+            certain=True,
+            reason=f"no parameter of {type(subject.model).__name__} requires a gradient, so backward raises",
+            change="add an adapter (hfpatch.lora_config), or requires_grad_(True) on what is to train",
+        )
+
+
+def _loss_not_divided(subject: Subject) -> Iterator[Hazard]:
+    settings = subject.settings
+    times = 1 if settings is None or settings.smoothing else settings.accumulation * settings.processes
+    found = forwards.swallows_items(subject.inner, subject.batch) if times > 1 else None
+    if settings is None or found is None:
+        return
+    ranks = f" on {settings.processes} processes" if settings.processes > 1 else ""
+    yield Hazard(
+        "loss-not-divided",
+        certain=found.measured,
+        reason=f"{type(subject.inner).__name__}.forward takes num_items_in_batch in its **kwargs, so the Trainer "
+        f"leaves it to the model to divide the loss; but {found.reason}: with gradient_accumulation_steps="
+        f"{settings.accumulation}{ranks}, loss and gradients are {times} times too large",
+        change="accepts_loss_kwargs = False on the model or its class; or sum the loss over tokens and divide it by "
+        "num_items_in_batch",
+    )
+
+
+def _checkpointing(subject: Subject) -> Iterator[Hazard]:
+    from transformers import TrainingArguments
+
+    known = {f.name for f in fields(TrainingArguments)}
+    key = next(k for k in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs") if k in known)
+    for cut in forwards.cut_off(subject.model, subject.inner, subject.settings, subject.batch):
+        yield Hazard(
+            "checkpointing-cuts-off",
+            certain=cut.measured,
+            reason=f"reentrant checkpointing begins at {cut.first}, and what comes into it requires no gradient: the "
+            f"{cut.tensors} parameters that train in these layers get none, silently where a head trains as well",
+            change=f"{key}={{'use_reentrant': False}}, or model.enable_input_require_grads()",
+        )
+
+
+def _clipping(subject: Subject) -> Iterator[Hazard]:
+    if subject.settings is not None and subject.settings.clip == 0.0:
+        yield Hazard(
+            "clipping-off",
+            certain=False,
+            reason="max_grad_norm is 0 or None: nothing limits what one bad batch does to the weights",
+            change="max_grad_norm=1.0; hfpatch.GuardCallback() skips such a batch altogether",
+        )
+
+
+def _remarks(subject: Subject) -> Iterator[str]:
+    settings = subject.settings
+    if not subject.loaded:
+        yield (
+            "built from a config: all parameters are taken as trained, in the dtype of the checkpoint; adapters, "
+            "frozen parts and another dtype= are not known"
+        )
+    if settings is None:
+        yield "no training arguments: precision, accumulation, clipping and the log were not looked at"
+    elif settings.ignored:
+        more = ", ..." if len(settings.ignored) > SHOWN else ""
+        yield f"no keys of TrainingArguments, and not looked at: {', '.join(settings.ignored[:SHOWN])}{more}"
+    if subject.device is None:
+        yield "no GPU here and no device named: what the card can do was not looked at"
+    elif subject.device.type == "cpu" and subject.scaled:
+        yield "on the CPU accelerate ignores fp16=True: it trains without autocast and without a GradScaler"
