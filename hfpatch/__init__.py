@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfpatch import errors as errors
     from hfpatch.advice import trace as trace
+    from hfpatch.blackbox import BlackBox as BlackBox
     from hfpatch.guarding.callback import GuardCallback as GuardCallback
     from hfpatch.guarding.guard import Guard as Guard
     from hfpatch.guarding.hazard import Hazards as Hazards
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "errors": "hfpatch.errors",
     "trace": "hfpatch.advice",
+    "BlackBox": "hfpatch.blackbox",
     "normalized_mse": "hfpatch.numerics.losses",
     "gradient_report": "hfpatch.guarding.helpers",
     "validate_loss": "hfpatch.guarding.helpers",
@@ -74,6 +76,7 @@ _HOMES = {
 
 __all__ = [
     "Applied",
+    "BlackBox",
     "Guard",
     "GuardCallback",
     "Hazards",

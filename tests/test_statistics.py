@@ -34,7 +34,7 @@ SPECIAL = [
 
 
 def reference(tensor: torch.Tensor) -> list[float]:
-    x = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    x = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     x = x.double().flatten().cpu()
     finite = x[x.isfinite()]
     size = finite.abs()
@@ -83,11 +83,11 @@ def test_device_rows_agree(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_layouts(device: str) -> None:
     x = torch.randn(3, 8, 10, device=device)
+    wave = torch.randn(4, 4, dtype=torch.complex64, device=device)
     image = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     tensors = [
         x, x.transpose(0, 2), x[:, ::2], x[1], x[..., 3], x[0, 0, 0], torch.ones(2, 1, device=device).expand(2, 6),
-        image, torch.randn(4, 4, dtype=torch.complex64, device=device), torch.randn(4, dtype=torch.complex64, device=device).conj().imag[:1],
-        torch.randn(4, 4, dtype=torch.complex64, device=device).conj().imag, x.requires_grad_(),
+        image, wave, wave.conj(), wave.conj().imag, wave[0].conj().imag[:1], x.requires_grad_(),
     ]  # fmt: skip
     for row, tensor in zip(measured(*tensors), tensors, strict=True):
         same(row, tensor.detach())
@@ -233,6 +233,15 @@ def test_any_values(values: list[float], dtype: torch.dtype) -> None:
     want = reference(x)
     assert row[:9] == want[:9]
     assert row[11] == want[11]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_rows_keep_their_order(device: str) -> None:
+    """More than are reduced or launched at once, of several dtypes in turn."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    tensors = [torch.full((7,), float(i % 200), dtype=dtypes[i % 3], device=device) for i in range(400)]
+    for row, tensor in zip(measured(*tensors), tensors, strict=True):
+        same(row, tensor)
 
 
 def test_nothing_of_the_tensor_changes() -> None:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hfpatch.cli import check, demo, explain, inspect, listing, plan, scan, trace, verify
+from hfpatch.cli import check, demo, explain, inspect, listing, plan, replay, scan, trace, verify
 from hfpatch.errors import HfpatchError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("verify")(verify.verify)
 app.command("trace")(trace.trace)
 app.command("scan")(scan.scan)
 app.command("check")(check.check)
+app.command("replay")(replay.replay)
 app.command("demo")(demo.demo)
 
 

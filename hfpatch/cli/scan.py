@@ -11,24 +11,34 @@ from hfpatch.cli.common import Json, show
 
 def scan(
     path: Annotated[
-        str, typer.Argument(help="A safetensors file, a directory, or an index of shards.", show_default=False)
+        str,
+        typer.Argument(
+            help="A safetensors file, a directory, an index of shards, or a hub name in the local cache.",
+            show_default=False,
+        ),
     ],
     processes: Annotated[
-        int | None, typer.Option(help="Processes that read; one up to a GiB, else one a core.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Processes that read; 1 below 4 GiB, else one a core, at most 4, if not given.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Look for NaN, Inf, broken or missing shards, and what float16 cannot hold; exit 1 if something is wrong.
 
-    Nothing is written, and no pickle is read. Values that float16 cannot hold, tensors of nothing but zeros and
-    outliers are told, and are no fault.
+    Nothing is written, and no pickle is read. What float16 cannot hold, tensors of nothing but zeros and outliers are
+    told, and are no fault.
+
+    JSON: `{"path", "files", "findings": [{kind, file, tensor, text, figures}], "notes": [the same],
+    "census": {dtype: {tensors, parameters, bytes}}}`.
     """
     from hfpatch.report.progress import progress
+    from hfpatch.scanning.layout import total_bytes
     from hfpatch.scanning.scan import scan as run
-    from hfpatch.scanning.scan import total_bytes
 
     with progress("scanning", total_bytes(path)) as advance:
         report = run(path, processes=processes, progress=advance)
     show(report, json)
-    if report:
+    if report.findings:
         raise typer.Exit(1)

@@ -30,10 +30,16 @@ from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts
+from hfpatch.guarding.recorder import Box, Recorder, conclude
 from hfpatch.report import say
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LOST = (
+    "guard: restore_callback_states_from_checkpoint=True made the GuardCallback anew, without its black box; leave it "
+    "off: the guard goes on from a checkpoint by itself"
+)
 
 
 class GuardCallback(TrainerCallback, ExportableState):
@@ -54,6 +60,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         min_scale: Loss scale below which an overflow is no longer ordinary.
         check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
         verbose: Say on stderr what was skipped.
+        black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
     """
 
     def __init__(
@@ -64,9 +71,13 @@ class GuardCallback(TrainerCallback, ExportableState):
         min_scale: float = 1.0,
         check_parameters: int = 1,
         verbose: bool = True,
+        black_box: Box | None = None,
     ) -> None:
         self.limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
         self.verbose = verbose
+        self.black_box = black_box
+        self.boxed = black_box is not None
+        self.recorder: Recorder | None = None
         self.judge: Judge | None = None
         self.saved: dict[str, Any] | None = None
         self._recent: list[Facts] = []
@@ -78,7 +89,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         if self.judge is not None and not self.judge.open:
             self.saved = self.judge.state_dict()
         arguments = {**asdict(self.limits), "verbose": self.verbose}
-        return {"args": arguments, "attributes": {"saved": self.saved}}
+        return {"args": arguments, "attributes": {"saved": self.saved, "boxed": self.boxed}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take hold of the Trainer that calls.
@@ -109,6 +120,10 @@ class GuardCallback(TrainerCallback, ExportableState):
         self._recent, self._facts = [], None
         if self.verbose:
             say(warnings)
+        if self.black_box is not None:
+            self.recorder = self.black_box.attach(model)
+        elif self.boxed:
+            say([LOST])
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._clip(accelerator, unwrapped(optimizer)))
         self._replace(optimizer, "step", self._step(optimizer))
@@ -128,6 +143,8 @@ class GuardCallback(TrainerCallback, ExportableState):
         original(loss, **kwargs)
         assert self.judge is not None  # noqa: S101 - set before this was installed
         self.judge.note(loss)
+        if self.recorder is not None:
+            self.recorder.noted(loss)
 
     def _clip(self, accelerator: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         def clip(original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -150,6 +167,7 @@ class GuardCallback(TrainerCallback, ExportableState):
     def _step(self, optimizer: AcceleratedOptimizer) -> Callable[..., Any]:
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             facts, self._facts = self._facts, None
+            window = self.recorder.window() if self.recorder is not None else None
             if facts is None or self.judge is None:
                 return original(*args, **kwargs)
             self._recent.append(facts)
@@ -161,7 +179,7 @@ class GuardCallback(TrainerCallback, ExportableState):
                 optimizer.scaler.update()
             optimizer._is_overflow = skipped
             self.judge.look_at_parameters(facts)
-            self.judge.ledger.raise_if_due()
+            conclude(self.recorder, window, self.judge, facts, optimizer.scaler)
             return given
 
         return step
@@ -210,6 +228,9 @@ class GuardCallback(TrainerCallback, ExportableState):
     def _release(self) -> None:
         while self._undo:
             self._undo.pop()()
+        if self.recorder is not None:
+            self.recorder.detach()
+            self.recorder = None
 
 
 def _figures(recent: list[Facts]) -> dict[str, float]:

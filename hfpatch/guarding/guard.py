@@ -16,6 +16,7 @@ from hfpatch.guarding.judge import Judge, Verdict
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts, Outcome
+from hfpatch.guarding.recorder import Box, conclude
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Guard:
         check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
         on_device: Keep the decision on the device; None: where it pays. True needs a fused optimizer.
         group: Ranks that decide together; None is all of them.
+        black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
         verbose: Say on stderr what was skipped.
 
     Attributes:
@@ -86,6 +88,7 @@ class Guard:
         check_parameters: int = 1,
         on_device: bool | None = None,
         group: Any = None,
+        black_box: Box | None = None,
         verbose: bool = True,
     ) -> None:
         _check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
@@ -106,6 +109,7 @@ class Guard:
         self.on_device = _keeps_on_device(self.optimizer, parameters, on_device)
         limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
         self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
+        self.recorder = black_box.attach(model) if black_box is not None else None
         self._pending: _Pending | None = None
         self._micro = 0
         if verbose:
@@ -145,6 +149,8 @@ class Guard:
         """
         self.settle()
         self.judge.note(loss, tokens)
+        if self.recorder is not None:
+            self.recorder.noted(loss)
         self._micro += 1
         if not self._window_ends():
             return Outcome(Facts(self.judge.ledger.steps + 1, "accumulating"))
@@ -154,7 +160,8 @@ class Guard:
             scale = self.scaler.scale(torch.ones((), device=loss.device))
             self.scaler.unscale_(self.optimizer)
         verdict = self.judge.weigh(scale)
-        return self._act_on_device(verdict) if self.on_device else self._act_on_host(verdict)
+        window = self.recorder.window() if self.recorder is not None else None
+        return self._act_on_device(verdict, window) if self.on_device else self._act_on_host(verdict, window)
 
     def settle(self) -> None:
         """Wait for the last step's decision, if it is still on the device, and act on it.
@@ -169,7 +176,8 @@ class Guard:
         pending.facts = self.judge.read(pending.verdict, report)
         self.judge.condemn(ruined=bool(ruined))
         self._schedule(stepped=pending.facts.kind == "stepped")
-        self.judge.ledger.raise_if_due()
+        window, pending.window = pending.window, None  # the caller may keep the outcome
+        conclude(self.recorder, window, self.judge, pending.facts, self.scaler)
 
     def metrics(self) -> dict[str, float]:
         """Counts so far, named `guard/...`."""
@@ -194,7 +202,7 @@ class Guard:
             return bool(self.accelerator.sync_gradients)
         return self._micro >= self.accumulation_steps
 
-    def _act_on_host(self, verdict: Verdict) -> Outcome:
+    def _act_on_host(self, verdict: Verdict, window: Any) -> Outcome:
         facts = self.judge.read(verdict)
         stepped = facts.kind == "stepped"
         if stepped:
@@ -203,10 +211,10 @@ class Guard:
         self._close()
         self._schedule(stepped=stepped)
         self.judge.look_at_parameters(facts)
-        self.judge.ledger.raise_if_due()
+        conclude(self.recorder, window, self.judge, facts, self.scaler)
         return Outcome(facts)
 
-    def _act_on_device(self, verdict: Verdict) -> Outcome:
+    def _act_on_device(self, verdict: Verdict, window: Any) -> Outcome:
         self._clip(verdict)
         fused: Any = self.optimizer
         fused.grad_scale, fused.found_inf = None, verdict.skip.float()
@@ -215,7 +223,7 @@ class Guard:
         finally:
             del fused.grad_scale, fused.found_inf
         self._close()
-        self._pending = pending = _Pending(verdict, self.judge.look_at_parameters(None))
+        self._pending = pending = _Pending(verdict, self.judge.look_at_parameters(None), window)
 
         def facts() -> Facts:
             if pending.facts is None:
@@ -244,10 +252,11 @@ class Guard:
 
 
 class _Pending:
-    """A verdict on its way to the host."""
+    """A verdict on its way to the host, and what the black box keeps of the window until it is there."""
 
-    def __init__(self, verdict: Verdict, ruined: Tensor | None) -> None:
+    def __init__(self, verdict: Verdict, ruined: Tensor | None, window: Any) -> None:
         self.verdict = verdict
+        self.window = window
         self.facts: Facts | None = None
         self._event: torch.cuda.Event | None = None
         report = verdict.report

@@ -14,6 +14,8 @@ from hfpatch.report import say
 
 NAMED = 3
 """Parameters named in a diagnosis."""
+RECENT = 64
+"""Windows whose figures are kept, good or bad."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Ledger:
         self.in_row = 0
         self.empty = 0
         self.history: deque[Facts] = deque(maxlen=max(limits.max_skips, 20))
+        self.recent: deque[Facts] = deque(maxlen=RECENT)
         self._stop: str | None = None
 
     def enter(self, report: Sequence[float], squares: Sequence[float]) -> Facts:
@@ -72,6 +75,7 @@ class Ledger:
             blame=() if reason is None else self._blame(reason, [math.sqrt(s) for s in squares]),
         )
         self.empty += facts.empty
+        self.recent.append(facts)
         if reason is None:
             self.in_row = 0
         else:
@@ -84,15 +88,23 @@ class Ledger:
         """Have `raise_if_due` raise; the first message stays."""
         self._stop = self._stop or message
 
-    def raise_if_due(self) -> None:
+    @property
+    def stopping(self) -> str | None:
+        """What `raise_if_due` will say; None if it will not raise."""
+        return self._stop
+
+    def raise_if_due(self, told: Sequence[str] = ()) -> None:
         """Raise what was found to be beyond skipping.
+
+        Args:
+            told: Lines the message ends with.
 
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
         """
         if self._stop is not None:
             message, self._stop = self._stop, None
-            raise GuardStop(message, tuple(self.history))
+            raise GuardStop("\n".join([message, *told]), tuple(self.history))
 
     def totals(self) -> dict[str, float]:
         """Counts so far, as metrics."""

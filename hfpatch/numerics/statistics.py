@@ -27,6 +27,9 @@ THRESHOLDS = (2.0**-25, 2.0**-17, 2.0**-10)
 SAMPLE = 2048
 """Elements of a larger tensor that its mean, RMS and shares are taken from on a CPU."""
 
+TOGETHER = 64
+"""Samples that are reduced at once: few calls, and what they make stays in the cache."""
+
 
 class Rows(Protocol):
     """Rows of statistics of tensors on one device, gathered there and read once."""
@@ -82,8 +85,9 @@ class CPURows:
         table = torch.tensor(self._rows, dtype=torch.float64, device="cpu").reshape(-1, len(COLUMNS))
         columns = torch.tensor([3, 4, 5, 6, 9, 10, 11], device="cpu")
         for listed in self._samples.values():
-            numbers = torch.tensor([number for number, _ in listed], device="cpu")
-            table[numbers[:, None], columns] = _sampled(torch.stack([sample for _, sample in listed]).double())
+            for start in range(0, len(listed), TOGETHER):
+                numbers, samples = zip(*listed[start : start + TOGETHER], strict=True)
+                table[torch.tensor(numbers, device="cpu")[:, None], columns] = _sampled(torch.stack(samples))
         return table
 
 
@@ -175,12 +179,18 @@ def _with_nonfinite(flat: torch.Tensor) -> list[float]:
 
 
 def _sampled(samples: torch.Tensor) -> torch.Tensor:
-    """zeros, under_*, sum, squares, counted of float64 samples `[rows, elements]`."""
-    finite = samples.isfinite()
-    clean = torch.where(finite, samples, 0)
-    size = clean.abs()
-    nothing = (size == 0).sum(1)
-    under = [(size <= t).sum(1) - nothing for t in THRESHOLDS]
-    counted = finite.sum(1)
-    zeros = nothing - (samples.shape[1] - counted)
-    return torch.stack([zeros, *under, clean.sum(1), (clean * clean).sum(1), counted], dim=1).double()
+    """zeros, under_*, sum, squares, counted, in float64, of samples `[rows, elements]` of any floating dtype."""
+    x = samples if samples.dtype == torch.float64 else samples.float()
+    size = x.abs()
+    below = torch.empty_like(size)  # not bool: adding those up takes four times as long
+    # NaN and inf lie below nothing
+    zeros, *under = [torch.le(size, t, out=below).sum(1) for t in (0.0, *THRESHOLDS)]
+    wide = x.double()
+    squares = (wide * wide).sum(1)
+    counted = torch.full_like(squares, x.shape[1])
+    if not squares.isfinite().all():
+        finite = wide.isfinite()
+        counted = finite.sum(1)
+        wide = torch.where(finite, wide, 0)
+        squares = (wide * wide).sum(1)
+    return torch.stack([zeros, *(u - zeros for u in under), wide.sum(1), squares, counted], dim=1).double()

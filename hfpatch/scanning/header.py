@@ -1,118 +1,228 @@
-"""The header of a safetensors file: read with care, since it may come from anywhere."""
+"""The header of a safetensors file: read with care, since it may come from anywhere.
+
+It is taken apart entry by entry, not by one `json.loads`: 100 MB of nested lists would become gigabytes of objects.
+What is accepted here the safetensors library accepts; some of what nobody writes is refused only here.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
-import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hfpatch.errors import InputError
+from hfpatch.scanning.formats import BITS
+from hfpatch.scanning.report import brief
 
 LONGEST = 100_000_000
 """Bytes of a header, at most; the format's own limit."""
 
-BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
-"""Bits of one element, by the format's name of its dtype."""
+MOST = 2**19
+"""Tensors of a file, at most: the largest models have some 300,000 in all their shards."""
+
+ENTRY = 4096
+"""Bytes of a name, or of what is said of one tensor, at most."""
+
+_BLANK = re.compile(rb"[ \t\n\r]*+")
+_ESCAPE = (  # a high surrogate only before a low one
+    rb"\\(?:[\"\\/bfnrt]|u(?:(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+    rb"|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
+)
+_STRETCH = re.compile(rb"[^\"\\\x00-\x1f]*+(?:" + _ESCAPE + rb"[^\"\\\x00-\x1f]*+){0,1000}+")
+_NOT_JSON = "its header is no JSON object of tensors; this is no safetensors file"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a file: its bytes are `[start, end)` from the beginning of the file."""
+    """A tensor of a file: its bytes are `[start, end)` from the beginning of the file; `size` counts elements."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    size: int
     start: int
     end: int
 
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
 
 def read_header(path: Path) -> list[Tensor]:
-    """The tensors of a file, in the order of their bytes.
+    """The tensors of a file, in the order of their bytes; they fill it to its end without holes.
+
+    Time and memory grow with the header, which is at most 100 MB; the rest of the file is not read.
 
     Raises:
-        InputError: The file is truncated, its header lies, or it is none of safetensors; one sentence.
+        InputError: The file is truncated, its header lies, or it is no safetensors file; a sentence without its name.
     """
     try:
-        size = path.stat().st_size
+        if not path.is_file():
+            raise InputError("it is no regular file" if path.exists() else "it links to a file that is not there")
         with path.open("rb") as file:
-            first = file.read(8)
-            if len(first) < 8:
-                raise InputError(f"{path.name}: {size} bytes, too short for a safetensors file")
-            length = int.from_bytes(first, "little")
-            if length > LONGEST:
-                raise InputError(
-                    f"{path.name}: its header would be {length:,} bytes and may be {LONGEST:,}; no safetensors file"
-                )
-            if 8 + length > size:
-                raise InputError(f"{path.name}: truncated, its header needs {8 + length:,} bytes and it has {size:,}")
-            raw = file.read(length)
+            size = path.stat().st_size
+            raw = _read(file, size)
     except OSError as error:
-        raise InputError(f"{path.name}: cannot be read: {error.strerror}") from error
-    entries = _object(raw, path)
-    entries.pop("__metadata__", None)
-    tensors = [_tensor(name, entry, 8 + length, path) for name, entry in entries.items()]
-    tensors.sort(key=lambda t: (t.start, t.end))
-    place = 8 + length
+        raise InputError(f"it cannot be read: {error.strerror or error}") from error
+    _check_utf8(raw)
+    base = 8 + len(raw)
+    tensors = sorted(_tensors(raw, base), key=lambda t: (t.start, t.end))
+    place = base
     for tensor in tensors:
-        if tensor.start != place:
-            what = (
-                "overlaps the one before" if tensor.start < place else f"leaves {tensor.start - place:,} bytes unused"
-            )
-            raise InputError(f"{path.name}: its header lies: {tensor.name!r} {what}")
+        if tensor.start < place:
+            raise InputError(f"its header lies: {brief(tensor.name)} overlaps the tensor before it")
+        if tensor.start > place:
+            unused = tensor.start - place
+            raise InputError(f"its header lies: {unused:,} bytes before {brief(tensor.name)} belong to no tensor")
         place = tensor.end
     if place > size:
-        raise InputError(f"{path.name}: truncated, its tensors need {place:,} bytes and it has {size:,}")
+        raise InputError(f"it is truncated: its tensors end at byte {place:,} and it has {size:,}; fetch it again")
     if place < size:
-        raise InputError(
-            f"{path.name}: {size - place:,} bytes follow its last tensor, of which the header says nothing"
-        )
+        raise InputError(f"{size - place:,} bytes follow its last tensor, of which its header says nothing")
     return tensors
 
 
-def _object(raw: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(k for i, (k, _) in enumerate(pairs) if any(k == other for other, _ in pairs[:i]))
-            raise InputError(f"{path.name}: its header names {twice!r} twice")
-        return found
-
-    try:
-        if not raw.startswith(b"{"):
-            raise InputError(f"{path.name}: its header is no JSON object; no safetensors file")
-        entries = json.loads(raw.decode(), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path.name}: its header is no JSON object; no safetensors file") from error
-    except RecursionError as error:
-        raise InputError(f"{path.name}: its header is nested too deep") from error
-    return entries
-
-
-def _tensor(name: str, entry: Any, base: int, path: Path) -> Tensor:
-    keys = {"dtype", "shape", "data_offsets"}
-    if not isinstance(entry, dict) or set(entry) != keys:
-        raise InputError(f"{path.name}: its header says of {name!r} no dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in BITS:
-        raise InputError(f"{path.name}: {name!r} has the dtype {dtype!r}, which the format does not know")
-    whole = isinstance(shape, list) and isinstance(offsets, list) and all(type(n) is int for n in [*shape, *offsets])
-    if not whole or len(offsets) != 2 or min([*shape, *offsets]) < 0 or max([*shape, *offsets]) >= 2**63:
-        raise InputError(f"{path.name}: {name!r} has a shape or data_offsets that are no counts")
-    start, end = offsets
-    bits = math.prod(shape) * BITS[dtype]
-    if bits % 8 or end - start != bits // 8:
+def _read(file: BinaryIO, size: int) -> bytes:
+    first = file.read(8)
+    if len(first) < 8:
+        raise InputError(f"it has {size} bytes, too few for a safetensors file")
+    if first == b"version ":
+        raise InputError("it is a Git LFS pointer, not the file it points to; run `git lfs pull`")
+    length = int.from_bytes(first, "little")
+    start = file.read(1)
+    if start and start != b"{":
+        raise InputError(_NOT_JSON)
+    if length > LONGEST:
         raise InputError(
-            f"{path.name}: its header lies: {name!r}, {dtype} {shape}, takes {bits / 8:,.0f} bytes, not {end - start:,}"
+            f"its header would have {length:,} bytes, more than the {LONGEST:,} of the format; "
+            "it is damaged, or no safetensors file"
         )
-    return Tensor(name, dtype, tuple(shape), base + start, base + end)
+    if 8 + length > size:
+        raise InputError(f"it is truncated: its header ends at byte {8 + length:,} and it has {size:,}; fetch it again")
+    file.seek(8)
+    raw = file.read(length)
+    if len(raw) < length:
+        raise InputError("it became shorter while it was read")
+    return raw
+
+
+def _check_utf8(raw: bytes) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    step = 2**20
+    try:
+        for start in range(0, len(raw), step):
+            decoder.decode(raw[start : start + step], final=start + step >= len(raw))
+    except UnicodeDecodeError as error:
+        raise InputError("its header is not UTF-8; it is damaged, or no safetensors file") from error
+
+
+def _tensors(raw: bytes, base: int) -> Iterator[Tensor]:
+    if not raw.startswith(b"{"):
+        raise InputError(_NOT_JSON)
+    seen: set[str] = set()
+    for name, place in (walk := _Members(raw, 0)):
+        if name in seen:
+            raise InputError(f"its header names {brief(name)} twice")
+        if len(seen) > MOST:
+            raise InputError(f"its header names more than {MOST:,} tensors")
+        seen.add(name)
+        if name == "__metadata__":
+            walk.place = _after_metadata(raw, place)
+        else:
+            end = raw.find(b"}", place, place + ENTRY) + 1
+            if not end:
+                raise InputError(f"its header says of {brief(name)} no dtype, shape and data_offsets")
+            yield _tensor(name, raw[place:end], base)
+            walk.place = end
+    if _blank(raw, walk.place) != len(raw):
+        raise InputError(_NOT_JSON)
+
+
+class _Members:
+    """Names in a JSON object and where their values begin; who iterates says by `place` where a value ended."""
+
+    def __init__(self, raw: bytes, place: int) -> None:
+        self.raw, self.place = raw, place
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        raw = self.raw
+        start = _expect(raw, self.place, b"{")
+        if raw[start : start + 1] == b"}":
+            self.place = start + 1
+            return
+        while True:
+            end = _after_string(raw, start)
+            if end - start > ENTRY:
+                raise InputError(f"its header holds a name of {end - start:,} bytes")
+            name = json.loads(raw[start:end])
+            yield name, _expect(raw, end, b":")
+            start = _blank(raw, self.place)
+            if raw[start : start + 1] == b"}":
+                self.place = start + 1
+                return
+            start = _expect(raw, start, b",")
+
+
+def _after_metadata(raw: bytes, place: int) -> int:
+    walk = _Members(raw, place)
+    for _, start in walk:
+        walk.place = _after_string(raw, start)
+    return walk.place
+
+
+def _blank(raw: bytes, place: int) -> int:
+    match = _BLANK.match(raw, place)
+    return match.end() if match else place
+
+
+def _expect(raw: bytes, place: int, sign: bytes) -> int:
+    """The place after a sign and the blanks around it."""
+    place = _blank(raw, place)
+    if raw[place : place + 1] != sign:
+        raise InputError(_NOT_JSON)
+    return _blank(raw, place + 1)
+
+
+def _after_string(raw: bytes, place: int) -> int:
+    if raw[place : place + 1] != b'"':
+        raise InputError(_NOT_JSON)
+    place += 1
+    while match := _STRETCH.match(raw, place):  # in stretches: a long repeat costs re memory
+        if raw[match.end() : match.end() + 1] == b'"':
+            return match.end() + 1
+        if match.end() == place:
+            break
+        place = match.end()
+    raise InputError(_NOT_JSON)
+
+
+def _tensor(name: str, text: bytes, base: int) -> Tensor:
+    try:
+        entry: Any = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"its header says of {brief(name)} no dtype, shape and data_offsets") from error
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise InputError(f"its header says of {brief(name)} no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise InputError(f"{brief(name)} has the dtype {brief(str(dtype))}, which the format does not know")
+    counts = isinstance(shape, list) and isinstance(offsets, list) and all(type(n) is int for n in shape + offsets)
+    if not counts or len(offsets) != 2 or b"-" in text or max(shape + offsets) >= 2**63:
+        raise InputError(f"{brief(name)} has a shape or data_offsets that are no counts")
+    size = 1
+    for count in shape:
+        size *= count
+        if size * BITS[dtype] >= 2**63:
+            raise InputError(f"its header lies: {brief(name)} would have more elements than any memory")
+    start, end = offsets
+    if (end - start) * 8 != size * BITS[dtype]:
+        raise InputError(
+            f"its header lies: {brief(name)}, {dtype} {brief(str(shape))}, takes {size * BITS[dtype] / 8:,.0f} bytes, "
+            f"and it says {end - start:,}"
+        )
+    return Tensor(name, dtype, size, base + start, base + end)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a key twice")
+    return found

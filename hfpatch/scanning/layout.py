@@ -1,116 +1,185 @@
-"""Which weight files a path means, and whether they are what their index says."""
+"""Which weight files a path means."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hfpatch.errors import InputError
-from hfpatch.scanning.header import Tensor
+from hfpatch.scanning.report import brief
 
+SUFFIX = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-INDEX = ".safetensors.index.json"
+LONGEST_INDEX = 2**28
+"""Bytes of an index, at most; those of the largest models have some 20 MB."""
+
+_INDEX = re.compile(r".+\.safetensors\.index(\.[^.]+)?\.json")  # diffusers puts a variant before .json
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Index:
-    """An index of shards: tensor -> file, and the bytes of all."""
+    """An index of shards: tensor -> file name, and the bytes of all tensors that it says."""
 
-    file: Path
+    name: str
     where: Mapping[str, str]
-    total: int | None
+    total: float | None
 
 
-def find(path: Path) -> tuple[list[Path], list[Index]]:
-    """The weight files and indexes that a path means: a file, a directory or an index.
+@dataclass(frozen=True)
+class Folder:
+    """Weight files of one directory.
+
+    Attributes:
+        label: What stands before the names of its files in a report.
+        files: To read, by name.
+        indexes: Those that could be read.
+        broken: What is wrong with the others, by name.
+        names: Of all safetensors files there.
+    """
+
+    label: str = ""
+    files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    indexes: Sequence[Index] = ()
+    broken: Mapping[str, str] = field(default_factory=dict[str, str])
+    names: frozenset[str] = frozenset()
+
+
+def find(name: str | Path) -> tuple[Path, list[Folder], list[str]]:
+    """What a name means: its path, its folders of weights, and directories in it that hold more and are left out.
+
+    A directory means the safetensors files in it; one that has none (a diffusers pipeline) those of the directories
+    in it. A hub name means what the local cache has of it.
 
     Raises:
-        InputError: There are none.
+        InputError: There is no such thing, it is nothing of safetensors, or it is an index that cannot be used.
     """
-    if path.is_dir():
-        files = sorted(f for f in path.iterdir() if f.name.endswith(".safetensors"))
-        indexes = [_index(f) for f in sorted(path.iterdir()) if f.name.endswith(INDEX)]
-        if not files and not indexes:
-            pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLES)
-            found = (
-                f"only {pickles[0]}, a pickle, which may run code and is never read; convert it first"
-                if pickles
-                else "none"
-            )
-            raise InputError(f"{path}: want safetensors files; found {found}")
-        return files, indexes
-    if path.name.endswith(".json") and path.is_file():
-        index = _index(path)
-        return [f for name in sorted(set(index.where.values())) if (f := path.parent / name).is_file()], [index]
-    if path.is_file() and path.suffix in PICKLES:
-        raise InputError(f"{path}: a pickle, which may run code and is never read; convert it to safetensors first")
-    if not path.is_file():
-        raise InputError(f"{path}: no such file or directory; want a safetensors file, an index or a directory of them")
-    return [path], []
-
-
-def _index(file: Path) -> Index:
+    path = Path(name).expanduser()
     try:
-        raw: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{file}: cannot be read as a JSON index of shards") from error
-    where = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(where, dict) or not all(isinstance(v, str) for v in where.values()):
-        raise InputError(f"{file}: want an index of shards with a weight_map of tensor names to file names")
-    outside = next((v for v in where.values() if Path(v).name != v or v in ("", ".", "..")), None)
-    if outside is not None:
-        raise InputError(f"{file}: names the shard {outside!r}, which is no plain file name; nothing else is opened")
-    metadata = raw.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return Index(file, where, total if isinstance(total, int) else None)
+        if not path.exists() and _HUB_NAME.fullmatch(str(name)):
+            path = _cached(str(name))
+        if path.is_dir():
+            return path, *_directory(path)
+        if not path.exists():
+            raise InputError(f"{name}: no such file or directory; want a safetensors file, an index or a directory")
+        return path, [_file(path)], []
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def against_index(index: Index, held: Mapping[str, Sequence[Tensor]], broken: set[str]) -> list[tuple[str, str, str]]:
-    """What an index says that is not so: kind, file, sentence.
+def total_bytes(name: str | Path) -> int:
+    """Bytes of the files that a scan of a name reads, for a progress bar.
 
-    Args:
-        index: The index.
-        held: Tensors by file name.
-        broken: Names of files that could not be read.
+    Raises:
+        InputError: As `find`.
     """
-    found: list[tuple[str, str, str]] = []
-    there = {t.name: name for name, tensors in held.items() for t in tensors}
-    shards = set(index.where.values())
-    for shard in sorted(shards - set(held) - broken):
-        count = sum(v == shard for v in index.where.values())
-        found.append(("missing shard", shard, f"{index.file.name} names it for {count:,} tensors; it is not there"))
-    wrong = [(t, s) for t, s in index.where.items() if s in held and there.get(t) != s]
-    for tensor, shard in wrong[:20]:
-        place = f"it is in {there[tensor]}" if tensor in there else "it is nowhere"
-        found.append(("missing tensor", shard, f"{index.file.name} says it holds {tensor!r}; {place}"))
-    if len(wrong) > 20:
-        found.append(
-            ("missing tensor", index.file.name, f"and {len(wrong) - 20:,} more tensors that are not where it says")
+    files = (file for folder in find(name)[1] for file in folder.files.values())
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _file(path: Path) -> Folder:
+    if path.suffix == SUFFIX:
+        return Folder(files={path.name: path})
+    if path.suffix in PICKLES:
+        raise InputError(f"{path} is a pickle: reading one may run code, so none is read; convert it to safetensors")
+    if path.suffix != ".json":
+        raise InputError(f"{path}: want a safetensors file, an index of shards, or a directory of them")
+    try:
+        index = _read_index(path)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    names = _names(path.parent)
+    shards = sorted(set(index.where.values()) & names)
+    return Folder("", {shard: path.parent / shard for shard in shards}, [index], names=names)
+
+
+def _directory(path: Path) -> tuple[list[Folder], list[str]]:
+    inside = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.endswith(SUFFIX))
+    more = {p.name: folder for p in inside if (folder := _folder(p, f"{p.name}/"))}
+    here = _folder(path, "")
+    if here:
+        return [here], list(more)
+    if more:
+        return list(more.values()), []
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in PICKLES)
+    if pickles:
+        raise InputError(
+            f"{path}: no safetensors file in it, only pickles such as {brief(pickles[0])}: reading one may run code, "
+            "so none is read; convert them to safetensors"
         )
-    unknown = [t for name in shards & set(held) for t in held[name] if t.name not in index.where]
-    if unknown:
-        found.append(
-            ("unknown tensor", index.file.name, f"says nothing of {unknown[0].name!r} and {len(unknown) - 1:,} more")
-        )
-    size = sum(t.end - t.start for name in shards & set(held) for t in held[name])
-    if index.total is not None and not (shards - set(held)) and size != index.total:
-        found.append(("wrong size", index.file.name, f"says {index.total:,} bytes; the shards hold {size:,}"))
+    raise InputError(f"{path}: want safetensors files; there are none in it, nor in the directories in it")
+
+
+def _folder(path: Path, label: str) -> Folder | None:
+    try:
+        names = _names(path)
+        found = sorted(p for p in path.iterdir() if _INDEX.fullmatch(p.name))
+    except PermissionError:
+        if not label:
+            raise
+        return None
+    indexes: list[Index] = []
+    broken: dict[str, str] = {}
+    for file in found:
+        try:
+            indexes.append(_read_index(file))
+        except InputError as error:
+            broken[file.name] = str(error)
+    if not names and not found:
+        return None
+    return Folder(label, {name: path / name for name in sorted(names)}, indexes, broken, names)
+
+
+def _names(path: Path) -> frozenset[str]:
+    return frozenset(p.name for p in path.iterdir() if p.name.endswith(SUFFIX))
+
+
+def _read_index(file: Path) -> Index:
+    """Raises InputError, without the file's name, if it is no index or names what is no plain file name."""
+    try:
+        if not file.is_file():
+            raise InputError("it is no file that can be read")
+        if file.stat().st_size > LONGEST_INDEX:
+            raise InputError(f"it has {file.stat().st_size:,} bytes, more than any index")
+        raw: Any = json.loads(file.read_bytes(), object_pairs_hook=_once)
+    except OSError as error:
+        raise InputError(f"it cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise InputError("it is nested too deep to be an index") from error
+    except ValueError as error:  # an InputError is one
+        raise InputError(str(error) if isinstance(error, InputError) else "it is no JSON") from error
+    where: Any = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+        raise InputError("it is no index: want a weight_map from tensors to file names")
+    outside = next((s for s in where.values() if Path(s).name != s or "\\" in s or not s.endswith(SUFFIX)), None)
+    if outside is not None:
+        raise InputError(f"it names {brief(outside)}, which is no safetensors file beside it; nothing else is opened")
+    metadata: Any = raw.get("metadata")
+    total: Any = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(file.name, where, total if type(total) in (int, float) else None)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise InputError(f"it names {brief(again)} twice")
     return found
 
 
-def twice(held: Mapping[str, Sequence[Tensor]], indexes: Sequence[Index]) -> list[tuple[str, str, str]]:
-    """Tensors that several shards of one index hold."""
-    found: list[tuple[str, str, str]] = []
-    for index in indexes:
-        places: dict[str, list[str]] = defaultdict(list)
-        for name in sorted(set(index.where.values()) & set(held)):
-            for tensor in held[name]:
-                places[tensor.name].append(name)
-        for tensor, files in places.items():
-            if len(files) > 1:
-                found.append(("duplicate tensor", files[1], f"{tensor!r} is also in {files[0]}"))
-    return found
+def _cached(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
+        raise InputError(
+            f"{name}: no such file or directory, and no model of that name in the local cache; fetch it with "
+            f"`hf download {name}`, or give a directory"
+        ) from error

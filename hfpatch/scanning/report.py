@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hfpatch.report.sheet import Sheet
 
-SHOWN = 20
+FINDINGS_SHOWN = 20
+NOTES_SHOWN = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """One thing that was found.
 
     Attributes:
-        kind: `NaN`, `Inf`, `broken file`, `missing shard`, `missing tensor`, `unknown tensor`, `duplicate tensor`,
-            `wrong size`; among the notes `beyond float16`, `all zero`, `outlier`.
-        file, tensor: Where; the tensor is empty for what is about a file.
-        text: The facts.
+        kind: A finding's is `NaN`, `Inf`, `broken file`, `broken index`, `missing index`, `missing shard`,
+            `unknown shard`, `duplicate shard`, `missing tensor`, `unknown tensor`, `duplicate tensor` or `wrong size`;
+            a note's is `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor`
+            or `not scanned`.
+        file: Of what file, relative to the path that was scanned.
+        tensor: Of what tensor; empty for what is about a file.
+        text: The facts in words.
+        figures: The facts as numbers, by kind: NaN `count`; Inf `positive`, `negative`; beyond float16 `count`,
+            `largest`; small for float16 `share`; outlier `largest`, `rms`, `ratio`; all zero `count`.
     """
 
     kind: str
     file: str
     tensor: str
     text: str
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,14 @@ class Census:
 
 @dataclass(frozen=True)
 class ScanReport:
-    """The result of `hfpatch.scan`; true if it holds findings.
+    """The result of `hfpatch.scan`; true if it holds findings. It prints itself as a table.
 
     Attributes:
         path: What was scanned.
-        files: Weight files that were read.
-        findings: What is wrong: values that are not finite, broken files, an index that does not fit.
-        notes: What is worth knowing: values that float16 cannot hold, tensors of nothing but zeros (a fresh LoRA B is
-            one), outliers against the tensor's own RMS.
-        census: By dtype, as the format names it.
+        files: Weight files that were there.
+        findings: What is wrong. Empty if nothing is.
+        notes: What is worth knowing and no fault; outliers and what float16 cannot hold, the largest first.
+        census: By dtype, as the format names it, most bytes first; files that could not be read count nowhere.
     """
 
     path: str
@@ -70,22 +76,21 @@ class ScanReport:
         }
 
     def to_sheet(self) -> Sheet:
-        """Findings first, then the largest notes of each kind, and the census below."""
-        rows = [_row(f, "failed") for f in self.findings[:SHOWN]]
-        if len(self.findings) > SHOWN:
-            rows.append(("", "", f"and {len(self.findings) - SHOWN:,} more findings (--json has all)"))
+        """Findings first, then the first notes of each kind, and the census below."""
+        rows = [_row("failed", f) for f in self.findings[:FINDINGS_SHOWN]]
+        if len(self.findings) > FINDINGS_SHOWN:
+            rows.append(("", "", f"and {_number(len(self.findings) - FINDINGS_SHOWN, 'more finding')}; --json has all"))
         for kind in dict.fromkeys(f.kind for f in self.notes):
-            mine = [f for f in self.notes if f.kind == kind]
-            rows += [_row(f, "") for f in mine[:5]]
-            if len(mine) > 5:
-                rows.append(("", kind, f"and {len(mine) - 5:,} more"))
-        count = f"{len(self.findings):,} finding{'' if len(self.findings) == 1 else 's'}"
+            notes = [f for f in self.notes if f.kind == kind]
+            rows += [_row("note", f) for f in notes[:NOTES_SHOWN]]
+            if len(notes) > NOTES_SHOWN:
+                rows.append(("", kind, f"and {len(notes) - NOTES_SHOWN:,} more; --json has all"))
+        found = _number(len(self.findings), "finding") if self.findings else "nothing wrong"
         census = [
-            f"{dtype}: {c.tensors:,} tensors, {c.parameters:,} parameters, {c.bytes / 2**20:,.1f} MiB"
+            f"{dtype}: {_number(c.tensors, 'tensor')}, {_number(c.parameters, 'parameter')}, {_size(c.bytes)}"
             for dtype, c in self.census.items()
         ]
-        files = f"{self.files} file{'' if self.files == 1 else 's'}"
-        title = f"{self.path}: {count if self.findings else 'nothing wrong'} in {files}"
+        title = f"{self.path}: {found} in {_number(self.files, 'file')}"
         return Sheet(title, ("", "", "where, and what"), tuple(rows), tuple(census), wide=("where, and what",))
 
     def __str__(self) -> str:
@@ -95,6 +100,23 @@ class ScanReport:
         return self.to_sheet().to_html()
 
 
-def _row(found: Found, style: str) -> tuple[str, str, str]:
-    where = f"{found.tensor} in {found.file}" if found.tensor else found.file
-    return (style, found.kind, f"{where}: {found.text}")
+def _row(mark: str, found: Found) -> tuple[str, str, str]:
+    where = f"{brief(found.tensor)}, {brief(found.file)}" if found.tensor else brief(found.file)
+    return (mark, found.kind, f"{where}: {found.text}")
+
+
+def brief(name: str) -> str:
+    """A name from a file as it may be shown: on one line, with no terminal's commands in it, and not endless."""
+    name = name if name.isprintable() and name else ascii(name)
+    return name if len(name) <= 120 else f"{name[:80]}...{name[-30:]}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return _number(count, "byte")

@@ -1,0 +1,217 @@
+# torch has no public way to put another parameter or buffer in the place of one, without a module's own __setattr__
+# pyright: reportPrivateUsage=false
+"""One call of a model, kept by reference, and the model as it was for that call.
+
+Keeping costs a walk over the arguments and the state of the random numbers: no copy of a tensor, no wait for a device.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hfpatch.tracing.calls import version
+
+DEPTH = 8
+"""Containers inside containers that are looked into."""
+
+
+@dataclass(frozen=True)
+class Random:
+    """States of the generators that a model may draw from: torch's (the GPUs by number), Python's and NumPy's."""
+
+    cpu: torch.Tensor
+    cuda: dict[int, torch.Tensor]
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls, gpus: tuple[int, ...]) -> Random:
+        """As they are.
+
+        Args:
+            gpus: Those the model is on.
+        """
+        # NumPy's legacy generator is the one that models draw from (SpecAugment)
+        cuda = {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Put them back; a GPU that is not here is passed over."""
+        torch.set_rng_state(self.cpu)
+        for gpu, state in self.cuda.items():
+            if gpu < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, gpu)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        kind, keys, *rest = self.numpy
+        return {
+            "cpu": _text(self.cpu),
+            "cuda": {str(gpu): _text(state) for gpu, state in self.cuda.items()},
+            "python": [self.python[0], list(self.python[1]), self.python[2]],
+            "numpy": [kind, base64.b64encode(keys.astype("<u4").tobytes()).decode(), *rest],
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Random:
+        """What `to_dict` gave."""
+        kind, keys, *rest = saved["numpy"]
+        return cls(
+            _state(saved["cpu"]),
+            {int(gpu): _state(state) for gpu, state in saved["cuda"].items()},
+            (saved["python"][0], tuple(saved["python"][1]), saved["python"][2]),
+            (kind, np.frombuffer(base64.b64decode(keys, validate=True), dtype="<u4"), *rest),
+        )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A call of the model.
+
+    Attributes:
+        args, kwargs: As its forward got them.
+        random: Before the call.
+        autocast: dtype by device type, where it was on around the call.
+        training: Whether the model was in training mode.
+        versions: Tensors among the arguments, with how often each had been written to.
+        otherwise: Paths of modules that are in the other mode, where the model is not in its mode already.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: Random
+    autocast: dict[str, torch.dtype]
+    training: bool
+    versions: tuple[tuple[torch.Tensor, int], ...]
+    otherwise: frozenset[str] = frozenset()
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether an argument was written to since."""
+        return any(version(tensor) != then for tensor, then in self.versions)
+
+
+def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpus: tuple[int, ...]) -> Kept:
+    """Keep a call that is about to be made."""
+    versions = tuple((t, version(t)) for t in _tensors((args, kwargs), DEPTH))
+    return Kept(args, dict(kwargs), Random.now(gpus), autocast_now(), model.training, versions)
+
+
+def autocast_now() -> dict[str, torch.dtype]:
+    """Where autocast is on: dtype by device type."""
+    return {d: torch.get_autocast_dtype(d) for d in devices() if torch.is_autocast_enabled(d)}
+
+
+def devices() -> tuple[str, ...]:
+    """Types of device that are here."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+@contextmanager
+def as_it_was(model: nn.Module, call: Kept) -> Generator[None]:
+    """Random numbers, autocast, gradients and mode as they were for a call; afterwards everything is as before.
+
+    Inside, each parameter that trains is a leaf of its own, which shares its memory. Buffers that the model writes are
+    put back.
+    """
+    gpus = tuple(call.random.cuda)
+    now = Random.now(tuple(gpu for gpu in gpus if gpu < torch.cuda.device_count()))
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    values = [
+        (buffer, buffer.detach().clone())
+        for _, held in buffers
+        for buffer in held.values()
+        if buffer is not None and buffer.device.type != "meta"
+    ]
+    try:
+        with ExitStack() as stack:
+            if model.training != call.training or call.otherwise:
+                for path, module in model.named_modules():
+                    module.training = call.training != (path in call.otherwise)
+            call.random.restore()
+            for device in devices():
+                on = device in call.autocast
+                stack.enter_context(torch.autocast(device, call.autocast.get(device), enabled=on, cache_enabled=False))
+            stack.enter_context(_leaves(model))
+            stack.enter_context(torch.enable_grad())
+            yield
+    finally:
+        now.restore()
+        for module, mode in modes:
+            module.training = mode
+        for module, held in buffers:
+            module._buffers.clear()
+            module._buffers.update(held)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):  # batch norm's kernels write without counting a version
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _leaves(model: nn.Module) -> Generator[None]:
+    made: dict[int, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                places.append((module, name, parameter))
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach())
+        for parameter, _ in grads:
+            parameter.grad = None  # a module may hold it elsewhere, too (an LSTM does)
+        for module, name, parameter in places:
+            module._parameters[name] = made[id(parameter)]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def detached(value: Any, depth: int = DEPTH) -> Any:
+    """Arguments, with every tensor that has a gradient to pass on replaced by a leaf."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_() if value.requires_grad else value
+    if depth == 0:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(detached(part, depth - 1) for part in value)
+    if type(value) is dict:
+        return {key: detached(part, depth - 1) for key, part in value.items()}
+    return value
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part, depth - 1)
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -1,0 +1,210 @@
+"""`hfpatch replay`: run the batch in a black box's bundle with a checkpoint, and see whether the same goes wrong."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfpatch.cli.common import Json, TrustRemoteCode, broken_patch_files, quiet_transformers, show_json
+from hfpatch.errors import HfpatchError, InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hfpatch.blackbox.bundle import Bundle
+    from hfpatch.blackbox.rerun import Rerun
+
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def replay(
+    bundle: Annotated[Path, typer.Argument(help="A bundle: runs/box/step-00001234-rank0.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The checkpoint, a directory: a model, or an adapter whose base is here.", show_default=False
+        ),
+    ],
+    dtype: Annotated[str | None, typer.Option(help="Load the weights in this dtype. Else as in the run.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Else a GPU if there is one.")] = None,
+    unpatched: Annotated[
+        bool, typer.Option("--unpatched", help="Leave out the patches that the run had applied.")
+    ] = False,
+    json: Json = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Run the batch of a bundle with a checkpoint, its random numbers, autocast and loss scale as they were.
+
+    Exit 1 if something goes wrong in it (the recorded fault, or another), 0 if it is healthy.
+
+    The patches that the run had applied are applied first. Nothing is written.
+
+    JSON: `{"bundle", "model", "event", "recorded", "replayed", "reproduced", "patches", "notes", "advice"}`.
+    """
+    quiet_transformers()
+    from hfpatch.blackbox.bundle import read
+
+    held = read(bundle)
+    loaded = _load(held, model, dtype, device, trust_remote_code)
+    broken_patch_files()
+    _check_architecture(held, loaded, model)
+    patches = () if unpatched else _patched(held, loaded, model)
+    notes = _differences(held, loaded, patches)
+    found = held.replay(loaded)
+    if found.obstacle is not None and found.finding is None:
+        raise InputError(f"{bundle} cannot be run with {model}: {found.obstacle}")
+    _show(held, model, loaded, found, patches, notes, as_json=json)
+    if found.finding is not None:
+        raise typer.Exit(1)
+
+
+def _load(bundle: Bundle, name: str, dtype: str | None, device: str | None, trust_remote_code: bool) -> nn.Module:
+    from hfpatch.blackbox.packing import DTYPES
+    from hfpatch.cli.common import torch_device
+    from hfpatch.tracing.checkpoint import load_model
+
+    wanted = dtype or bundle.model["dtype"]
+    if wanted is not None and (wanted not in DTYPES or not DTYPES[wanted].is_floating_point):
+        raise InputError(f"--dtype {wanted!r}: want float32, float16 or bfloat16")
+    base = _base(name)
+    chosen = torch_device(device)
+    loaded, missing, _ = load_model(
+        base or name,
+        dtype=DTYPES[wanted] if wanted is not None else None,
+        device=chosen,
+        attention=bundle.model["attention"],
+        trust_remote_code=trust_remote_code,
+    )
+    if missing:
+        raise InputError(
+            f"{base or name} does not hold {len(missing)} weights of the model ({missing[0]} first), which would be "
+            "random; name a whole checkpoint"
+        )
+    if base is None:
+        return loaded
+    import peft
+
+    from hfpatch.model.source import REJECTIONS
+    from hfpatch.tracing.checkpoint import reason
+
+    try:
+        # trainable, as it was: else there are no gradients
+        return peft.PeftModel.from_pretrained(loaded, name, is_trainable=True, torch_device=str(chosen))
+    except REJECTIONS as error:
+        raise InputError(f"{name}: its adapter cannot be put on {base}: {reason(error)}") from error
+
+
+def _base(name: str) -> str | None:
+    """The base model of an adapter; None if this is none."""
+    file = Path(name).expanduser() / ADAPTER
+    if not file.is_file():
+        return None
+    if not file.with_name(ADAPTER_WEIGHTS).is_file():
+        raise InputError(f"{name}: an adapter without {ADAPTER_WEIGHTS}; pickled weights are never read")
+    try:
+        base: Any = json_format.loads(file.read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{file} names no base_model_name_or_path ({type(error).__name__}: {error})") from error
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{file} names no base model; write its directory into base_model_name_or_path")
+    return base
+
+
+def _check_architecture(bundle: Bundle, model: nn.Module, name: str) -> None:
+    here = getattr(getattr(model, "config", None), "model_type", None)
+    if bundle.model["architecture"] not in (None, here):
+        raise InputError(
+            f"{name} is a {here}, but the run of {bundle.path} trained a {bundle.model['architecture']}; name a "
+            "checkpoint of that run"
+        )
+
+
+def _patched(bundle: Bundle, model: nn.Module, name: str) -> tuple[str, ...]:
+    from hfpatch.patching.apply import apply
+
+    if not bundle.patches:
+        return ()
+    try:
+        return tuple(
+            dict.fromkeys(d.patch for d in apply(model, only=list(bundle.patches), verbose=False).plan.of("applied"))
+        )
+    except HfpatchError as error:
+        raise InputError(
+            f"{bundle.path}: the patches of the run cannot be applied to {name}: {error}; --unpatched leaves them out"
+        ) from error
+
+
+def _differences(bundle: Bundle, model: nn.Module, patches: tuple[str, ...]) -> list[str]:
+    """What is not as it was in the run."""
+    from hfpatch.blackbox.account import dtype, fingerprint
+
+    was = bundle.model
+    first = next(model.parameters())
+    notes = [f"At the spot: {doubt}." for doubt in bundle.about["replay"]["doubts"]]
+    if was["class"] != type(model).__name__:
+        notes.append(f"The run trained a {was['class']}, this is a {type(model).__name__}.")
+    if was["dtype"] != dtype(model):
+        notes.append(f"The run's weights were {was['dtype']}, these are {dtype(model)}.")
+    elif was["fingerprint"] != fingerprint(model):
+        notes.append("These are not the weights that the run had at that step.")
+    if was["device"] and was["device"].partition(":")[0] != first.device.type:
+        notes.append(f"The run was on {was['device']}, this is on {first.device}: random numbers and rounding differ.")
+    if left := [patch for patch in bundle.patches if patch not in patches]:
+        notes.append(f"Without patches that the run had: {', '.join(left)}.")
+    if patches:
+        notes.append(f"Patched as the run was: {', '.join(patches)}.")
+    return notes
+
+
+def _show(
+    bundle: Bundle,
+    name: str,
+    model: nn.Module,
+    found: Rerun,
+    patches: tuple[str, ...],
+    notes: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    from hfpatch.advice import advice
+    from hfpatch.blackbox.packing import plain
+    from hfpatch.report import Sheet
+
+    says = found.says(bundle.step, float(bundle.about["event"]["scale"] or 1.0))
+    tips = list(advice(found.finding, model)) if found.finding is not None else []
+    if as_json:
+        recorded = bundle.about["replay"]
+        again = found.finding.to_dict() if found.finding is not None else None
+        show_json(
+            plain(
+                {
+                    "bundle": str(bundle.path),
+                    "model": name,
+                    "event": bundle.event,
+                    "recorded": {k: recorded[k] for k in ("says", "finding", "exact", "loss", "norm")},
+                    "replayed": {"says": says, "finding": again, "loss": found.loss, "norm": found.norm},
+                    "reproduced": bundle.reproduced(found),
+                    "patches": list(patches),
+                    "notes": notes,
+                    "advice": tips,
+                }
+            )
+        )
+        return
+    rows = (("in the run", bundle.says), ("here", says))
+    title = f"{bundle.path.name} with {name}\n{bundle.event}"
+    print(Sheet(title, ("", ""), rows, (_verdict(bundle, found), *notes, *tips), wide=("",)).to_text())
+
+
+def _verdict(bundle: Bundle, found: Rerun) -> str:
+    if bundle.reproduced(found):
+        return "Reproduced: the same operation of the same module."
+    if found.finding is not None:
+        return "Something goes wrong here, but not what the bundle recorded."
+    if bundle.finding is not None:
+        return "Not reproduced: what the bundle recorded does not happen here."
+    return "Nothing to reproduce: no operation was found to go wrong in the run either."
