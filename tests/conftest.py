@@ -33,6 +33,14 @@ def no_process_group_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_accelerator_left() -> None:
+    """A process keeps the precision of its first Accelerator; tests have several."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+
+
 def load_script(path: str) -> Any:
     """A script of the repository, by its path there, as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
