@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from hfpatch.cli import main
 from hfpatch.model.tiny import rescale, tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +42,55 @@ def no_accelerator_left() -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
+
+
+class Ran(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `--json` printed: strict JSON."""
+
+        def refuse(word: str) -> None:
+            raise AssertionError(f"{word} is no JSON")
+
+        return json.loads(self.stdout, parse_constant=refuse)
+
+    @property
+    def text(self) -> str:
+        """What it printed, in one line."""
+        return " ".join(self.stdout.split())
+
+    @property
+    def last(self) -> str:
+        return self.stdout.splitlines()[-1]
+
+    @property
+    def sentence(self) -> str:
+        """The one line on stderr with which bad input ends."""
+        assert self.stdout == ""
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("hfpatch: ")
+        return line
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """`here(VERB, ..., code=0)`: the command line at 80 columns, run in this process; it ends with `code`."""
+
+    def run(*words: object, code: int = 0) -> Ran:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["hfpatch", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        ran = Ran(int(end.value.code or 0), *capsys.readouterr())
+        assert ran.returncode == code, ran
+        return ran
+
+    return run
 
 
 def load_script(path: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from transformers import BertConfig, BertForSequenceClassification, BertForToken
 
 import hfpatch as package
 from hfpatch.blackbox import BlackBox, read
-from hfpatch.cli import main
 from hfpatch.guarding.guard import Guard
 from hfpatch.model.tiny import rescale, tiny_model
-from tests.conftest import OVERFLOWING
+from tests.conftest import OVERFLOWING, Ran
 from tests.test_cli import hfpatch
-from tests.test_trace_cli import Ran
 
 PATCH = "fp16-residual-overflow"
 BERT = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
@@ -63,34 +60,15 @@ Replay = Callable[..., Ran]
 
 
 @pytest.fixture
-def replay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Replay:
+def replay(here: Callable[..., Ran]) -> Replay:
     """`replay(BUNDLE, MODEL, ..., code=0)`: the command line, run in this process; it ends with `code`."""
-
-    def run(bundle: object, model: object, *words: object, code: int = 0) -> Ran:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["hfpatch", "replay", *map(str, (bundle, "--model", model, *words))])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        ran = Ran(int(end.value.code or 0), *capsys.readouterr())
-        assert ran.returncode == code, ran
-        return ran
-
-    return run
+    return lambda bundle, model, *words, code=0: here("replay", bundle, "--model", model, *words, code=code)
 
 
 @pytest.fixture
 def bad(replay: Replay) -> Callable[..., str]:
     """`bad(BUNDLE, MODEL, ...)`: the one sentence it says before it ends with 2."""
-
-    def run(*words: object) -> str:
-        ran = replay(*words, code=2)
-        assert ran.stdout == ""
-        (line,) = ran.stderr.splitlines()
-        assert line.startswith("hfpatch: ")
-        return line
-
-    return run
+    return lambda *words: replay(*words, code=2).sentence
 
 
 def test_the_recorded_fault_is_reproduced(overflowing: tuple[Path, Path]) -> None:

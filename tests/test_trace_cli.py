@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,8 @@ from transformers import (
 )
 
 import hfpatch as hfpatch_module
-from hfpatch.cli import main
 from hfpatch.model.tiny import rescale, tiny_model
-from tests.conftest import OVERFLOWING
+from tests.conftest import OVERFLOWING, Ran
 from tests.test_cli import hfpatch
 
 UNKNOWN, START = "<unk>", "<s>"
@@ -74,61 +74,19 @@ def changed(healthy: Path, tmp_path: Path) -> Callable[[Callable[[Path], object]
     return copy
 
 
-class Ran(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """What `--json` printed: strict JSON."""
-
-        def refuse(word: str) -> None:
-            raise AssertionError(f"{word} is no JSON")
-
-        return json.loads(self.stdout, parse_constant=refuse)
-
-    @property
-    def text(self) -> str:
-        """What it printed, in one line."""
-        return " ".join(self.stdout.split())
-
-    @property
-    def last(self) -> str:
-        return self.stdout.splitlines()[-1]
-
-
 Trace = Callable[..., Ran]
 
 
 @pytest.fixture
-def trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Trace:
+def trace(here: Callable[..., Ran]) -> Trace:
     """`trace(MODEL, ..., code=0)`: the command line, run in this process; it ends with `code`."""
-
-    def run(*words: object, code: int = 0) -> Ran:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["hfpatch", "trace", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        ran = Ran(int(end.value.code or 0), *capsys.readouterr())
-        assert ran.returncode == code, ran
-        return ran
-
-    return run
+    return partial(here, "trace")
 
 
 @pytest.fixture
 def bad(trace: Trace) -> Callable[..., str]:
     """`bad(MODEL, ...)`: the one sentence it says before it ends with 2."""
-
-    def run(*words: object) -> str:
-        ran = trace(*words, code=2)
-        assert ran.stdout == ""
-        (line,) = ran.stderr.splitlines()
-        assert line.startswith("hfpatch: ")
-        return line
-
-    return run
+    return lambda *words: trace(*words, code=2).sentence
 
 
 def test_what_overflows_is_found_and_the_patch_named(overflowing: Path) -> None:

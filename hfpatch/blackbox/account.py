@@ -18,6 +18,8 @@ from hfpatch.blackbox.packing import plain
 from hfpatch.blackbox.rerun import Rerun
 from hfpatch.guarding.outcome import Facts, Reason
 from hfpatch.guarding.recorder import Event
+from hfpatch.model.facts import dtype_name
+from hfpatch.model.roles import weights_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.patching.apply import status
 from hfpatch.tracing.tensors import is_sharded
@@ -92,7 +94,7 @@ def _call(model: nn.Module, call: Kept, found: Rerun) -> dict[str, Any]:
     return {
         "training": call.training,
         "otherwise": [path for path, module in model.named_modules() if module.training != model.training],
-        "autocast": {device: str(dtype).removeprefix("torch.") for device, dtype in autocast.items()},
+        "autocast": {device: dtype_name(dtype) for device, dtype in autocast.items()},
         "random": call.random.to_dict(),
     }
 
@@ -113,12 +115,7 @@ def _model(model: nn.Module) -> dict[str, Any]:
 
 def dtype(model: nn.Module) -> str:
     """The floating dtype that most of a model's weights have: adapters and norms may have another."""
-    counts: dict[str, int] = {}
-    for p in model.parameters():
-        if p.is_floating_point():
-            name = str(p.dtype).removeprefix("torch.")
-            counts[name] = counts.get(name, 0) + p.numel()
-    return max(counts, key=lambda name: counts[name]) if counts else "float32"
+    return dtype_name(weights_dtype(model) or torch.float32)
 
 
 def fingerprint(model: nn.Module) -> str | None:

@@ -18,10 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hfpatch.tracing.calls import version
-
-DEPTH = 8
-"""Containers inside containers that are looked into."""
+from hfpatch.tracing.calls import autocast_now, devices, version
+from hfpatch.tracing.tensors import DEPTH
 
 
 @dataclass(frozen=True)
@@ -108,16 +106,6 @@ def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpus: 
     return Kept(args, dict(kwargs), Random.now(gpus), autocast_now(), model.training, versions)
 
 
-def autocast_now() -> dict[str, torch.dtype]:
-    """Where autocast is on: dtype by device type."""
-    return {d: torch.get_autocast_dtype(d) for d in devices() if torch.is_autocast_enabled(d)}
-
-
-def devices() -> tuple[str, ...]:
-    """Types of device that are here."""
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-
 @contextmanager
 def as_it_was(model: nn.Module, call: Kept) -> Generator[None]:
     """Random numbers, autocast, gradients and mode as they were for a call; afterwards everything is as before.
@@ -183,19 +171,6 @@ def _leaves(model: nn.Module) -> Generator[None]:
             module._parameters[name] = parameter
         for parameter, grad in grads:
             parameter.grad = grad
-
-
-def detached(value: Any, depth: int = DEPTH) -> Any:
-    """Arguments, with every tensor that has a gradient to pass on replaced by a leaf."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_() if value.requires_grad else value
-    if depth == 0:
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(detached(part, depth - 1) for part in value)
-    if type(value) is dict:
-        return {key: detached(part, depth - 1) for key, part in value.items()}
-    return value
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:

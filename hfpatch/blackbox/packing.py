@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from hfpatch.blackbox.kept import DEPTH
 from hfpatch.errors import InputError
+from hfpatch.model.facts import dtype_name
+from hfpatch.tracing.tensors import DEPTH
 
 Described = dict[str, Any]
 
 DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
         torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -38,8 +39,8 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = D
         return {"is": "value", "of": value}
     if type(value) is float:
         return {"is": "float", "of": value.hex()}
-    if isinstance(value, torch.dtype) and _short(value) in DTYPES:
-        return {"is": "dtype", "of": _short(value)}
+    if isinstance(value, torch.dtype) and dtype_name(value) in DTYPES:
+        return {"is": "dtype", "of": dtype_name(value)}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and depth:
         kind = type(value).__name__
         return {"is": kind, "of": [pack(part, f"{name}.{i}", tensors, depth - 1) for i, part in enumerate(value)]}
@@ -98,20 +99,16 @@ def plain(value: Any) -> Any:
 
 
 def _tensor(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> Described:
-    held = type(tensor) in (torch.Tensor, torch.nn.Parameter) and _short(tensor.dtype) in DTYPES
+    held = type(tensor) in (torch.Tensor, torch.nn.Parameter) and dtype_name(tensor.dtype) in DTYPES
     if not held or tensor.layout != torch.strided or tensor.device.type == "meta":
-        return {"is": "absent", "of": f"{type(tensor).__name__} of {_short(tensor.dtype)}"}
+        return {"is": "absent", "of": f"{type(tensor).__name__} of {dtype_name(tensor.dtype)}"}
     if name in tensors:  # a key with a dot in it
         name = f"{name} ({len(tensors)})"
     tensors[name] = tensor
     return {
         "is": "tensor",
         "of": name,
-        "dtype": _short(tensor.dtype),
+        "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
         "grad": tensor.requires_grad,
     }
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

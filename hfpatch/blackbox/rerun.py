@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.advice import trace
-from hfpatch.blackbox.kept import Kept, as_it_was, autocast_now, detached
+from hfpatch.blackbox.kept import Kept, as_it_was
 from hfpatch.guarding.norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
+from hfpatch.tracing.calls import autocast_now
 from hfpatch.tracing.finding import Finding
-from hfpatch.tracing.replay import FAILURES
+from hfpatch.tracing.replay import FAILURES, first_line, leaves
 from hfpatch.tracing.tensors import is_sharded
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -118,7 +119,7 @@ def rerun(
     inside: list[dict[str, torch.dtype]] = []
     try:
         with as_it_was(model, call), _alone(), _listening(model, inside), found or nullcontext():
-            output = model(*detached(call.args), **detached(call.kwargs))
+            output = model(*leaves(call.args, []), **leaves(call.kwargs, []))
             own = loss_of(output)
             if own is not None:
                 loss = float(own.detach())
@@ -127,7 +128,7 @@ def rerun(
                     (own * used).backward()
                     norm = _norm(model)
     except FAILURES as error:
-        obstacle = f"running it again failed: {str(error).partition(chr(10))[0]}"
+        obstacle = f"running it again failed: {first_line(error)}"
     first = found.first_bad if found is not None else None
     return Rerun(
         finding=replace(first, step=step) if first is not None else None,

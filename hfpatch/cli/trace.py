@@ -190,10 +190,12 @@ def _run(
 def _facts(
     checkpoint: Checkpoint, batch: dict[str, torch.Tensor], text: str | None, loss: float | None, scale: float | None
 ) -> dict[str, Any]:
+    from hfpatch.model.facts import dtype_name
+
     model = checkpoint.model
     return {
         "class": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "device": str(model.device),
         "attention": model.config._attn_implementation,  # pyright: ignore[reportPrivateUsage]
         "text": "built in" if text is None else text,

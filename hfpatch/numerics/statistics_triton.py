@@ -35,6 +35,22 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 @triton.jit
+def _closer(value, inside, nan, posinf, neginf, low, high, sums, powers):
+    """Take up values of which some are not finite."""
+    finite = (tl.abs(value) < float("inf")) & inside
+    clean = tl.where(finite, value, 0.0)
+    return (
+        nan + (value != value).to(tl.int32),
+        posinf + (value == float("inf")).to(tl.int32),
+        neginf + (value == float("-inf")).to(tl.int32),
+        tl.minimum(low, tl.where(finite, value, float("inf"))),
+        tl.maximum(high, tl.where(finite, value, float("-inf"))),
+        sums + clean,
+        powers + clean * clean,
+    )
+
+
+@triton.jit
 def _extremes(meta, rows, kind: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr):
     """What is not finite, extremes, sum and squares, of all elements."""
     tensor = tl.program_id(0)
@@ -91,29 +107,17 @@ def _extremes(meta, rows, kind: tl.constexpr, aligned: tl.constexpr, block: tl.c
                 for part in range(16):
                     place = index.to(tl.int64) * (4 * block) + part * few + some
                     value = tl.load(x + place).to(tl.float32)
-                    finite = tl.abs(value) < float("inf")
-                    nan += (value != value).to(tl.int32)
-                    posinf += (value == float("inf")).to(tl.int32)
-                    neginf += (value == float("-inf")).to(tl.int32)
-                    low = tl.minimum(low, tl.where(finite, value, float("inf")))
-                    high = tl.maximum(high, tl.where(finite, value, float("-inf")))
-                    clean = tl.where(finite, value, 0.0)
-                    sums += clean
-                    powers += clean * clean
+                    nan, posinf, neginf, low, high, sums, powers = _closer(
+                        value, some >= 0, nan, posinf, neginf, low, high, sums, powers
+                    )
             for index in range(4 * fours + program, blocks, programs):
                 for part in range(4):
                     place = index.to(tl.int64) * block + part * few + some
                     inside = place < size
                     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-                    finite = (tl.abs(value) < float("inf")) & inside
-                    nan += (value != value).to(tl.int32)
-                    posinf += (value == float("inf")).to(tl.int32)
-                    neginf += (value == float("-inf")).to(tl.int32)
-                    low = tl.minimum(low, tl.where(finite, value, float("inf")))
-                    high = tl.maximum(high, tl.where(finite, value, float("-inf")))
-                    clean = tl.where(finite, value, 0.0)
-                    sums += clean
-                    powers += clean * clean
+                    nan, posinf, neginf, low, high, sums, powers = _closer(
+                        value, inside, nan, posinf, neginf, low, high, sums, powers
+                    )
             lowest = tl.min(low, 0)
             highest = tl.max(high, 0)
             added = tl.sum(sums, 0)

@@ -96,16 +96,16 @@ class Sheet:
 
 def say(lines: Iterable[str]) -> None:
     """Write lines to stderr, on rank 0 of a distributed run only."""
-    if _rank() != 0:
+    if rank() != 0:
         return
     for line in lines:
         print(line, file=sys.stderr)
 
 
-def _rank() -> int:
+def rank() -> int:
     """Rank of this process: torch.distributed's where it runs (and is imported), else what the launcher says."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdigit() else 0
+    told = os.environ.get("RANK", "0")
+    return int(told) if told.isdigit() else 0

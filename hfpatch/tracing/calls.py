@@ -44,11 +44,8 @@ class Call:
     grads: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def __post_init__(self) -> None:
-        self.grad_mode = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = {
-            device: torch.get_autocast_dtype(device) for device in _devices() if torch.is_autocast_enabled(device)
-        }
+        self.autocast = autocast_now()
         self.random = _Random(self.versions[0][0].device if self.versions else None) if self.module.training else None
 
     @property
@@ -67,7 +64,7 @@ class Call:
         checkpointed = [m for m in self.module.modules() if m.__dict__.get("gradient_checkpointing") is True]
         buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b.device.type != "meta"]
         now = [_Random(None), *([_Random(torch.device("cuda"))] if torch.cuda.is_initialized() else [])]
-        before = {device: _autocast(device) for device in _devices()}
+        before = {device: _autocast(device) for device in devices()}
         try:
             for module in checkpointed:
                 module.__dict__["gradient_checkpointing"] = False
@@ -121,8 +118,14 @@ def _as_kept(value: Any, kept: dict[int, tuple[Any, Any]]) -> Any:
 
 
 @cache
-def _devices() -> tuple[str, ...]:
+def devices() -> tuple[str, ...]:
+    """Types of device that are here."""
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def autocast_now() -> dict[str, torch.dtype]:
+    """Where autocast is on: dtype by device type."""
+    return {d: torch.get_autocast_dtype(d) for d in devices() if torch.is_autocast_enabled(d)}
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:

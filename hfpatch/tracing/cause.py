@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hfpatch.model.facts import dtype_name
 from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.roles import is_block
 from hfpatch.tracing.operations import SOFTMAX, Operand, Origin
@@ -28,7 +29,6 @@ NORMS = {
     "native_batch_norm",
     "native_batch_norm_backward",
 }
-SUMS = {"sum", "mean", "cumsum", "var", "var_mean", "linalg_vector_norm", "norm", "index_add", "scatter_add"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def name(origin: Origin, module: nn.Module | None) -> str:
     elif op in SOFTMAX:
         words = "softmax"
     elif op in CASTS:
-        words = f"cast to {_short(origin.result)}"
+        words = f"cast to {dtype_name(origin.result)}"
     else:
         words = {
             "mul": "multiplication",
@@ -151,7 +151,7 @@ def _division(origin: Origin, module: nn.Module | None) -> tuple[str, str] | Non
     if at != 0 and divisor.least != 0:
         return None
     if origin.vanished is not None:
-        eps = f"the eps {origin.vanished:g} is 0 in {_short(origin.result)}"
+        eps = f"the eps {origin.vanished:g} is 0 in {dtype_name(origin.result)}"
         return "eps-underflow", f"{eps}: nothing keeps the divisor from 0"
     if module is not None and acts_as_norm(module):
         return "zero-norm", "a row of zeros, and no eps that keeps the divisor from 0"
@@ -174,7 +174,7 @@ def _operands(origin: Origin) -> str:
 def _size(operand: Operand) -> str:
     shape = "x".join(map(str, operand.shape)) or "scalar"
     name = f"{operand.name!r}, " if operand.name else ""
-    return f"{name}{_short(operand.dtype)} [{shape}] up to {operand.largest:.3g}"
+    return f"{name}{dtype_name(operand.dtype)} [{shape}] up to {operand.largest:.3g}"
 
 
 def _at(origin: Origin, index: int, instead: float | None = None) -> str:
@@ -195,8 +195,4 @@ def _max(origin: Origin) -> float:
 
 def _limit(dtype: torch.dtype) -> str:
     top = float(torch.finfo(dtype).max)
-    return f"{_short(dtype)}'s {top:,.0f}" if top < 1e6 else f"{_short(dtype)}'s {top:.3g}"
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{dtype_name(dtype)}'s {top:,.0f}" if top < 1e6 else f"{dtype_name(dtype)}'s {top:.3g}"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.model.facts import dtype_name
 from hfpatch.tracing import replay
 from hfpatch.tracing.calls import Call
 from hfpatch.tracing.cause import cause
@@ -152,13 +153,13 @@ class Diagnosis:
             if takers:
                 return takers[-1]
         path = self.places.kept(event.module)
-        if path == event.module and event.role == "output":
-            path = None if not path else self.places.kept(path.rpartition(".")[0])
+        if path is not None and path == event.module and event.role == "output":
+            path = self.places.outer(path)
         while path is not None:
             calls = [c for (p, _), c in self.watch.calls.items() if p == path and _healthy(c)]
             if calls:
                 return calls[-1]
-            path = None if not path else self.places.kept(path.rpartition(".")[0])
+            path = self.places.outer(path)
         return None
 
     def _clean(self, event: Event) -> set[str]:
@@ -194,19 +195,20 @@ class Diagnosis:
             if event.within is None:
                 continue
             largest = event.stats.largest
-            top = float(torch.finfo(event.dtype).max)
-            asked = ("", "zeros", event.within[0])
             zero = largest == 0 and event.stats.size > 0 and not event.stats.nonfinite and event.role == "output"
-            call = self.watch.calls[event.within]
-            given = max((self.step.events[i].stats.largest for i in call.inputs), default=0.0)
-            if zero and max(large.get(event.within, 0.0), given) ** 2 > top and asked not in self.known:
-                if self._replays >= REPLAYS:
-                    return None
-                self._replays += 1
-                seen = replay.forward(call, self._point(event, call), set())
-                if seen.swallowed is not None and seen.swallowed.holds != "-inf":
-                    return self._made(event, seen.swallowed, silent=True)
-                self.known.add(asked)
+            asked = ("", "zeros", event.within[0])
+            if zero and asked not in self.known:
+                call = self.watch.calls[event.within]
+                given = max((self.step.events[i].stats.largest for i in call.inputs), default=0.0)
+                top = float(torch.finfo(event.dtype).max)
+                if max(large.get(event.within, 0.0), given) ** 2 > top:
+                    if self._replays >= REPLAYS:
+                        return None
+                    self._replays += 1
+                    seen = replay.forward(call, self._point(event, call), set())
+                    if seen.swallowed is not None and seen.swallowed.holds != "-inf":
+                        return self._made(event, seen.swallowed, silent=True)
+                    self.known.add(asked)
             large[event.within] = max(large.get(event.within, 0.0), largest)
         return None
 
@@ -245,7 +247,7 @@ class Diagnosis:
             holds=holds,
             symptom=symptom,
             why=why,
-            dtype=str(event.dtype).removeprefix("torch."),
+            dtype=dtype_name(event.dtype),
             ordinary=ordinary,
         )
 

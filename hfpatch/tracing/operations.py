@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfpatch.tracing.calls import version
 from hfpatch.tracing.tensors import floating, local
 
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-VIEWS_AND_COPIES = {"detach", "clone", "view", "_unsafe_view", "alias", "expand", "transpose", "t", "permute", "slice"}
 SOFTMAX = {"_softmax", "softmax", "_log_softmax", "log_softmax", "_safe_softmax"}
 
 
@@ -202,16 +202,14 @@ class Operations(TorchDispatchMode):
 
     def _look(self, tensor: torch.Tensor) -> _Known:
         known = self._known.get(id(tensor))
-        now = 0 if tensor.is_inference() else tensor._version
-        if known is not None and known.ref() is tensor and known.version == now:
+        if known is not None and known.ref() is tensor and known.version == version(tensor):
             return known
         nan, posinf, neginf = _flags(tensor)
         marks = self._storages.get(_storage(tensor), frozenset()) if nan or posinf or neginf else frozenset[int]()
         return self._remember(tensor, nan or posinf or (neginf and bool(marks)), neginf, marks)
 
     def _remember(self, tensor: torch.Tensor, bad: bool, neginf: bool, marks: frozenset[int]) -> _Known:
-        version = 0 if tensor.is_inference() else tensor._version
-        known = _Known(weakref.ref(tensor), version, bad, neginf, marks)
+        known = _Known(weakref.ref(tensor), version(tensor), bad, neginf, marks)
         self._known[id(tensor)] = known
         if marks:
             key = _storage(tensor)
@@ -251,7 +249,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _writes_neginf(args: Any, kwargs: Any) -> bool:
     """Whether -Inf is among the numbers an operation was given (`masked_fill(mask, -inf)`, `full`)."""
-    return any(_is_neginf(value) for value in _numbers((args, tuple(kwargs.values()))))
+    return float("-inf") in _numbers((args, kwargs.values()))
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -264,12 +262,8 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def _vanishes(args: Any, kwargs: Any, dtype: torch.dtype) -> float | None:
     """A small positive number among the arguments of an operation that is 0 in its dtype."""
-    numbers = _numbers((args, tuple(kwargs.values())))
+    numbers = _numbers((args, kwargs.values()))
     return next((n for n in numbers if 0 < n < 1e-3 and float(torch.tensor(n, dtype=dtype)) == 0), None)
-
-
-def _is_neginf(value: float) -> bool:
-    return value == float("-inf")
 
 
 def _operand(name: str, tensor: torch.Tensor, known: _Known, place: list[int]) -> Operand:

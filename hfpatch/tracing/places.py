@@ -40,6 +40,10 @@ class Places:
             path = path.rpartition(".")[0]
         return path
 
+    def outer(self, path: str) -> str | None:
+        """The same for what a path lies in, itself left out; None for the model."""
+        return self.kept(path.rpartition(".")[0]) if path else None
+
 
 def places(model: nn.Module) -> Places:
     """The places of a model, from its structure."""

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfpatch.tracing.calls import Call
 from hfpatch.tracing.operations import Found, Operations, Origin
-from hfpatch.tracing.tensors import floating, is_sharded
+from hfpatch.tracing.tensors import DEPTH, floating, is_sharded
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 """What a model's code raises when it cannot be run a second time (`torch.OutOfMemoryError` is a RuntimeError)."""
@@ -74,7 +74,7 @@ def forward(call: Call, point: Point, skip: set[str]) -> Replayed:
             with call.as_it_was(), torch.inference_mode(call.inference), torch.no_grad(), operations:
                 out = nn.Module.__call__(call.module, *args, **kwargs)
         except FAILURES as error:
-            return Replayed(obstacle=f"running it again failed: {_first_line(error)}")
+            return Replayed(obstacle=f"running it again failed: {first_line(error)}")
     if point.module == call.path:
         where.take(out)
     if where.tensor is None:
@@ -99,8 +99,8 @@ def backward(call: Call, factor: float = 1.0) -> Replayed:
         return Replayed(obstacle=why)
     if not call.grads:
         return Replayed(obstacle="no gradient of its outputs was seen")
-    leaves: list[torch.Tensor] = []
-    args, kwargs = (_leaves(part, leaves) for part in call.arguments())
+    given: list[torch.Tensor] = []
+    args, kwargs = (leaves(part, given) for part in call.arguments())
     parameters = [p for p in call.module.parameters() if p.requires_grad]
     with _Where(call, set(), None) as where:
         operations = Operations(call.module, where, active=where.in_backward, first_only=True)
@@ -109,7 +109,7 @@ def backward(call: Call, factor: float = 1.0) -> Replayed:
                 out = dict(floating(nn.Module.__call__(call.module, *args, **kwargs)))
                 where.own_nodes(out)
                 pairs = [(out[n], g * factor) for n, g in call.grads.items() if n in out and out[n].requires_grad]
-                wanted = [*leaves, *parameters]
+                wanted = [*given, *parameters]
                 if not pairs or not wanted:
                     return Replayed(obstacle="running it again gave no graph to go back through")
                 where.backward = True
@@ -117,7 +117,7 @@ def backward(call: Call, factor: float = 1.0) -> Replayed:
         except Found:
             return Replayed(origin=operations.origins[0])
         except FAILURES as error:
-            return Replayed(obstacle=f"running it again failed: {_first_line(error)}")
+            return Replayed(obstacle=f"running it again failed: {first_line(error)}")
     return Replayed()
 
 
@@ -214,7 +214,7 @@ def _between(ends: set[Any], starts: set[Any], taken: set[Any]) -> Iterator[Any]
         pending.extend(inner for inner, _ in node.next_functions)
 
 
-def _leaves(value: Any, found: list[torch.Tensor]) -> Any:
+def leaves(value: Any, found: list[torch.Tensor], depth: int = DEPTH) -> Any:
     """Arguments with every tensor that needs a gradient replaced by a leaf, which is added to `found`."""
     if isinstance(value, torch.Tensor):
         if not value.requires_grad:
@@ -222,12 +222,15 @@ def _leaves(value: Any, found: list[torch.Tensor]) -> Any:
         leaf = value.detach().requires_grad_()
         found.append(leaf)
         return leaf
+    if depth == 0:
+        return value
     if type(value) in (list, tuple):
-        return type(value)(_leaves(part, found) for part in value)
+        return type(value)(leaves(part, found, depth - 1) for part in value)
     if type(value) is dict:
-        return {key: _leaves(part, found) for key, part in value.items()}
+        return {key: leaves(part, found, depth - 1) for key, part in value.items()}
     return value
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What other code raised, without what follows its first line."""
     return str(error).partition("\n")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import sys
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from hfpatch.errors import InputError
 from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
-from hfpatch.report.sheet import Sheet, say
+from hfpatch.report.sheet import Sheet, rank, say
 from hfpatch.tracing import views
 from hfpatch.tracing.analytic import expected
 from hfpatch.tracing.diagnosis import Diagnosis
@@ -119,7 +118,7 @@ class Trace:
         return traced
 
     def _wanted_here(self) -> bool:
-        return self.ranks is None or _rank() in self.ranks
+        return self.ranks is None or rank() in self.ranks
 
     def _over(self) -> bool:
         last = getattr(self.wanted_steps, "last", None)
@@ -290,12 +289,3 @@ class _Numbers:
 
     def __call__(self, number: int) -> bool:
         return number in self.numbers
-
-
-def _rank() -> int:
-    distributed = sys.modules.get("torch.distributed")
-    return (
-        int(distributed.get_rank())
-        if distributed and distributed.is_available() and distributed.is_initialized()
-        else 0
-    )

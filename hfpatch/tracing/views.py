@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from hfpatch.model.facts import dtype_name
 from hfpatch.report.heatmap import Cell, Heatmap
 from hfpatch.report.sheet import Sheet
-from hfpatch.tracing.events import Event, Step
+from hfpatch.tracing.events import Event, Phase, Step
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.places import Places
 
@@ -28,8 +30,9 @@ def sheet(
     starts = {where.kept(f.module) for f in findings}
     backward = any(step.of("backward") for step in steps)
     rows: list[tuple[str, ...]] = []
+    forth, back_again = _by_module(steps, "forward"), _by_module(steps, "backward")
     for path in _blocks(steps, where):
-        there, back = _events(steps, path, "forward"), _events(steps, path, "backward")
+        there, back = _own(forth, path), _own(back_again, path)
         if there or back:
             word = "starts here" if path in starts else "not finite" if any(e.bad for e in (*there, *back)) else ""
             cells = (path or "(model)", _largest(there), _room(there))
@@ -86,14 +89,18 @@ def heatmap(
     cells: dict[tuple[int, int], Cell] = {}
     first_bad = None
     start = findings[0] if findings else None
-    for phase, suffix in (("forward", ""), ("backward", " backward")):
+    passes: tuple[tuple[Phase, str], ...] = (("forward", ""), ("backward", " backward"))
+    for phase, suffix in passes:
         for step in steps:
-            if not step.of(phase):  # pyright: ignore[reportArgumentType]
+            if not (events := step.of(phase)):
                 continue
             columns.append(f"{f'epoch {step.epoch}, ' if step.epoch else ''}step {step.number}{suffix}")
+            own = _by_module([step], phase)
+            held: dict[str | None, list[Event]] = defaultdict(list)
+            for event in events:
+                held[where.kept(event.module)].append(event)
             for index, path in enumerate(rows):
-                here = _events([step], path, phase)
-                inner = [e for e in step.of(phase) if where.kept(e.module) == path]  # pyright: ignore[reportArgumentType]
+                here, inner = _own(own, path), held[path]
                 if not inner:
                     continue
                 place = (index, len(columns) - 1)
@@ -121,7 +128,7 @@ def _cell(shown: list[Event], inner: list[Event]) -> Cell:
     bad = [e for e in inner if e.bad]
     facts = [
         ("tensor", f"{top.what} of {top.module or 'the model'}"),
-        ("dtype", _short(top.dtype)),
+        ("dtype", dtype_name(top.dtype)),
         ("shape", "x".join(map(str, top.shape)) or "scalar"),
         ("max |x|", f"{stats.largest:.6g}"),
         ("min, max", f"{_number(stats.least)}, {_number(stats.most)}"),
@@ -148,9 +155,17 @@ def _blocks(steps: Sequence[Step], where: Places) -> list[str]:
     return list(order)
 
 
-def _events(steps: Sequence[Step], path: str, phase: str) -> list[Event]:
+def _by_module(steps: Sequence[Step], phase: Phase) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = defaultdict(list)
+    for step in steps:
+        for event in step.of(phase):
+            found[event.module].append(event)
+    return found
+
+
+def _own(events: dict[str, list[Event]], path: str) -> list[Event]:
     """Outputs of a module, or their gradients; its inputs' where it has no output of its own."""
-    own = [e for s in steps for e in s.events if e.phase == phase and e.module == path]
+    own = events.get(path, [])
     return [e for e in own if e.role == "output"] or own
 
 
@@ -173,7 +188,7 @@ def _tensor(event: Event) -> dict[str, Any]:
         "role": event.role,
         "name": event.name,
         "call": event.number,
-        "dtype": _short(event.dtype),
+        "dtype": dtype_name(event.dtype),
         "shape": list(event.shape),
         "nan": stats.nan,
         "posinf": stats.posinf,
@@ -187,10 +202,6 @@ def _tensor(event: Event) -> dict[str, Any]:
         "under": stats.under,
         "counted": stats.counted,
     }
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _number(value: float | None) -> str:
