@@ -8,47 +8,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+from transformers.models.auto import modeling_auto
 
 from hfpatch.errors import InputError
 from hfpatch.model.composites_lora import peft_all, peft_qv
 from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
+from hfpatch.model.shrink import shrunk
 
-VOCABULARY = 64
-HIDDEN = 32
-
-TINY: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "query_pre_attn_scalar": 8,
-    "attn_implementation": "eager",
+TASKS: dict[str, tuple[Any, Mapping[str, Any]]] = {
+    "multimodal": (AutoModelForMultimodalLM, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
+    "seq2seq": (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
 }
-"""Sizes by config key; a key is set only where the architecture's config has it."""
-
-VISION: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
+"""What a tiny model may be, the richest first: the auto class that builds it, and the architectures it knows."""
 
 
 def tiny_config(architecture: str, **overrides: Any) -> Any:
-    """A config of a few thousand parameters.
+    """A config of some ten thousand parameters.
+
+    Args:
+        architecture: `config.model_type`.
+        overrides: Config values, those of the text part where there are several.
 
     Raises:
         InputError: transformers knows no such architecture.
@@ -56,43 +43,43 @@ def tiny_config(architecture: str, **overrides: Any) -> Any:
     if architecture not in CONFIG_MAPPING:
         raise InputError(f"architecture {architecture!r}: this transformers knows no such model_type")
     cls: Any = CONFIG_MAPPING[architecture]
-    if "text_config" in cls.sub_configs:
-        have = cls()
-        return cls(
-            text_config={**_known(have.text_config, TINY), **overrides},
-            vision_config=_known(have.vision_config, VISION),
-            **({"mm_tokens_per_image": 4} if hasattr(have, "mm_tokens_per_image") else {}),
-        )
-    return cls(**{**_known(cls(), TINY), **overrides})
+    return cls(**shrunk(cls, **overrides))
 
 
-def _known(have: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    computed = {k for k in wanted if isinstance(p := getattr(type(have), k, None), property) and p.fset is None}
-    kept = {k: v for k, v in wanted.items() if k not in computed and (hasattr(have, k) or k in have.attribute_map)}
-    if "head_dim" not in kept:
-        kept.pop("query_pre_attn_scalar", None)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        kept[key] = None if key == "pad_token_id" else 1
-    return kept
-
-
-def tiny_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny model in evaluation mode, float32, with eager attention (sdpa on a CPU hides NaN).
 
     Args:
         architecture: `config.model_type`.
+        task: multimodal | seq2seq | causal; None takes the first of them that the architecture has.
         seed: For the weights; the global random state is left as it was.
-        overrides: Config values.
+        overrides: Config values, those of the text part where there are several.
 
     Raises:
-        InputError: transformers knows no such architecture.
+        InputError: transformers knows no such architecture, or has no model of it for this task.
     """
     config = tiny_config(architecture, **overrides)
-    build: Any = AutoModelForImageTextToText if "text_config" in type(config).sub_configs else AutoModelForCausalLM
+    tasks = [name for name, (_, known) in TASKS.items() if architecture in known]
+    if task is not None and task not in tasks:
+        raise InputError(
+            f"tiny_model({architecture!r}, task={task!r}): transformers has it for {', '.join(tasks) or 'no task here'}"
+        )
+    if not tasks:
+        raise InputError(f"tiny_model({architecture!r}): transformers has no language model of it; {', '.join(TASKS)}")
+    build: Any = TASKS[task or tasks[0]][0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = build.from_config(_of_task(build, config), attn_implementation="eager", dtype=torch.float32)
     return model.eval()
+
+
+def _of_task(build: Any, config: Any) -> Any:
+    """The part of a config that the class of this task takes, where it is not the whole."""
+    wanted: Any = build._model_mapping[type(config)].config_class
+    if isinstance(config, wanted):
+        return config
+    parts = (getattr(config, name) for name in type(config).sub_configs)
+    return next((part for part in parts if isinstance(part, wanted)), config)
 
 
 def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, float]) -> None:

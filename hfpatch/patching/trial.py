@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import InputError
-from hfpatch.model.tiny import COMPOSITES, VOCABULARY, rescale, tiny_model
+from hfpatch.model.shrink_words import VOCABULARY
+from hfpatch.model.tiny import COMPOSITES, rescale, tiny_model
 from hfpatch.patching.language import Case
 
 
