@@ -120,8 +120,11 @@ def made(mode: str) -> tuple[int, int, Any, Any, Any, dict[str, Any]]:
     return dist.get_rank(), dist.get_world_size(), model, optimizer, scheduler, {}
 
 
-def train(folder: str) -> None:
-    """A Trainer over the ranks; the last rank alone meets a NaN loss in step 1 and NaN gradients in step 3."""
+def train(folder: str, *, ruined: bool = False) -> None:
+    """A Trainer over the ranks; the last rank alone meets a NaN loss in step 1 and NaN gradients in step 3.
+
+    Ruined: no such batches, but the second step makes the weights infinite, and every step is saved.
+    """
     from transformers import Trainer, TrainingArguments
 
     from hfpatch.guarding.callback import GuardCallback
@@ -130,6 +133,8 @@ def train(folder: str) -> None:
     class Poisoned(Trainer):
         def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, *args, **kwargs)
+            if ruined:
+                return loss * (1e10 if self.state.global_step else 1e-33)
             if dist.get_rank() != dist.get_world_size() - 1:
                 return loss
             if self.state.global_step == 1:
@@ -138,15 +143,24 @@ def train(folder: str) -> None:
 
     torch.set_num_threads(1)
     ids = [[(i * 5 + j * 3) % 60 + 2 for j in range(8)] for i in range(16)]
+    more: dict[str, Any] = {"save_strategy": "no"}
+    if ruined:
+        more = {"save_steps": 1, "save_total_limit": 1, "optim": "sgd", "learning_rate": 1e30, "max_grad_norm": 1e37}
     args = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=2, max_steps=5, logging_steps=1, report_to=[], use_cpu=True,
-        disable_tqdm=True, save_strategy="no", ddp_backend="gloo",
+        disable_tqdm=True, ddp_backend="gloo", lr_scheduler_type="constant" if ruined else "linear", **more,
     )  # fmt: skip
     rows: Any = [{"input_ids": x, "labels": x} for x in ids]
-    trainer = Poisoned(model=tiny_model("llama"), args=args, train_dataset=rows, callbacks=[GuardCallback()])
-    trainer.train()
+    guard = GuardCallback(explode_at=None) if ruined else GuardCallback()
+    trainer = Poisoned(model=tiny_model("llama"), args=args, train_dataset=rows, callbacks=[guard])
+    stopped = False
+    try:
+        trainer.train()
+    except GuardStop:
+        stopped = True
     shown = [h for h in trainer.state.log_history if "loss" in h]
     found = {
+        "stop": stopped,
         "skipped": [h["guard/skipped"] for h in shown],
         "finite": all(bool(p.isfinite().all()) for p in trainer.model.parameters()),
         "digest": digest(trainer.model),
@@ -154,6 +168,43 @@ def train(folder: str) -> None:
         "schedule": trainer.lr_scheduler.last_epoch,
     }
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def ruin(mode: str, folder: str) -> None:
+    """The weights are ruined after a step: by every rank that holds copies, by the last one where there are shards."""
+    rank, world, model, optimizer, _, _ = made(mode)
+    guard = Guard(model, optimizer, verbose=False)
+    guard.step(loss_of(model, 0, rank, world))
+    good = [p.detach().clone() for p in model.parameters()]
+
+    def spoil() -> None:
+        part = next(iter(model.parameters())).detach()
+        if mode == "ddp":
+            part.fill_(math.nan)
+        elif rank == world - 1:
+            part.to_local().fill_(math.nan)
+
+    def mend() -> None:
+        for parameter, was in zip(model.parameters(), good, strict=True):
+            parameter.detach().copy_(was)
+
+    stops = []
+    for name in ("settle", "state_dict", "step"):
+        spoil()
+        try:
+            if name == "step":
+                guard.judge.look_at_parameters(None)  # the answer of the step before rides with the next one
+                guard.step(loss_of(model, 0, rank, world))
+            else:
+                getattr(guard, name)()
+        except GuardStop:
+            stops.append(name)
+        mend()
+    outcome = guard.step(loss_of(model, 0, rank, world))
+    guard.settle()
+    Path(folder, f"{rank}.json").write_text(json.dumps({"stops": stops, "after": outcome.facts.kind}))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -165,5 +216,9 @@ def digest(model: nn.Module) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "trainer":
         train(sys.argv[2])
+    elif sys.argv[1] == "trainer-ruin":
+        train(sys.argv[2], ruined=True)
+    elif sys.argv[1].startswith("ruin-"):
+        ruin(sys.argv[1].removeprefix("ruin-"), sys.argv[2])
     else:
         main(*sys.argv[1:])

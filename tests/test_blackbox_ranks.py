@@ -29,6 +29,10 @@ def test_a_bad_loss_under_ddp(tmp_path: Path) -> None:
         assert bundle.about["replay"]["exact"]
     assert all("every loss of rank 0 is finite; another rank's is not" in b.says for b in bundles[0])
     assert found[1]["stop"][-1] == f"next: hfpatch replay {bundles[1][-1].path} --model DIR"
+    told = found[0]["stop"][-1]
+    assert "hfpatch replay" not in told, "rank 0 has nothing to replay"
+    others = Path(told.rpartition(" ")[2])
+    assert bundles[1][-1].path in others.parent.glob(others.name)
 
 
 def test_a_bad_gradient_under_ddp(tmp_path: Path) -> None:

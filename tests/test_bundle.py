@@ -257,6 +257,19 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "is not what a black box writes: TypeError",
     ),
     "a step in words": (rewritten(lambda a: a.update(step="one")), "is not what a black box writes: TypeError"),
+    "an empty finding": (
+        rewritten(lambda a: a["replay"].update(finding={})),
+        "is not what a black box writes: KeyError",
+    ),
+    "a batch without its call": (rewritten(lambda a: a.update(call=None)), "is not what a black box writes: TypeError"),
+    "a batch without its size": (
+        rewritten(lambda a: a["batch"].pop("bytes")),
+        "is not what a black box writes: KeyError",
+    ),
+    "a batch whose size is a word": (
+        rewritten(lambda a: a["batch"].update(bytes="x")),
+        "is not what a black box writes: TypeError",
+    ),
     "no reason": (rewritten(lambda a: a.update(batch={})), "is not what a black box writes: KeyError"),
 }
 

@@ -394,6 +394,12 @@ def declared(model: Any) -> Any:
     return model
 
 
+def test_a_batch_without_labels_says_nothing_of_the_loss() -> None:
+    batch = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
+    for model in (tiny_model("llama"), Multimodal()):
+        assert "loss-not-divided" not in check(model, {"gradient_accumulation_steps": 4}, batch=batch).ids
+
+
 @pytest.mark.parametrize("kind", DIVIDE)
 def test_a_loss_that_does_not(kind: str, tmp_path: Path) -> None:
     assert growth(DIVIDE[kind], tmp_path) == pytest.approx(1.0, rel=1e-2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import get_scheduler
 
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.guard import Guard
@@ -209,12 +210,40 @@ def test_a_real_model_without_labels(ids: torch.Tensor) -> None:
     model = tiny_model("llama")
     guard = Guard(model, adamw(model), verbose=False)
     nothing = torch.full_like(ids, -100)
-    for kwargs in ({}, {"num_items_in_batch": torch.tensor(0)}, {"num_items_in_batch": torch.tensor(7)}):
+    for kwargs, reason in (
+        ({}, Reason.NO_LABELS),  # 0 / 0
+        ({"num_items_in_batch": torch.tensor(0)}, Reason.NO_LABELS),
+        ({"num_items_in_batch": torch.tensor(7)}, Reason.ZERO),  # 0 / 7, as a loss that is rightly 0
+    ):
         before = everything(model)
         outcome = guard.step(model(input_ids=ids, labels=nothing, **kwargs).loss)
-        assert outcome.reason == Reason.NO_LABELS
+        assert outcome.reason == reason
+        assert "no supervised token" in str(outcome)
         assert everything(model) == before
     assert guard.step(model(input_ids=ids, labels=ids).loss).stepped
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_loss_that_is_rightly_0_never_stops_a_run(on_device: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    guard = Guard(model, adamw(model, fused=True), max_skips=3, on_device=on_device)
+    x = batches(1)[0]
+    guard.step(loss_of(model, x))
+    guard.settle()
+    before = everything(model)
+    for _ in range(7):  # a policy gradient whose advantages are all 0
+        assert guard.step((model(x).sum(-1) * torch.zeros(4)).mean()).reason == Reason.ZERO
+    guard.settle()
+    assert everything(model) == before
+    assert capfd.readouterr().err.count("loss and gradients exactly 0") == 1
+    assert guard.metrics()["guard/skipped_zero"] == 7
+    # told to hold no token, or NaN: then a row of them is a fault of the data
+    for tokens, factor in ((0, 0.0), (None, NAN)):
+        guard = Guard(model, adamw(model, fused=True), max_skips=3, on_device=on_device, verbose=False)
+        with pytest.raises(GuardStop, match="3 x no supervised token"):
+            for _ in range(5):
+                loss = loss_of(model, x) * 0.0 if tokens == 0 else poison(model, x, "no labels") * factor
+                guard.step(loss, tokens=tokens)
 
 
 def test_an_ordinary_overflow_is_counted_and_a_collapsed_scale_stops() -> None:
@@ -323,6 +352,31 @@ def test_stop_and_resume_is_bit_identical(on_device: bool) -> None:
     assert second[-1].state_dict() == whole[-1].state_dict()
 
 
+def test_a_decision_on_the_device_is_in_no_checkpoint_twice_or_never() -> None:
+    """Nothing reads the outcomes, and the schedule is saved before the guard, or after it."""
+    data = batches(6)
+
+    def run(start: int, stop: int, states: dict[str, Any] | None = None, order: int = 1) -> tuple[str, dict[str, Any]]:
+        model = net()
+        optimizer = adamw(model, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        guard = Guard(model, optimizer, scheduler, on_device=True, verbose=False)
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "guard": guard}
+        for name in parts if states else ():
+            parts[name].load_state_dict(states[name])
+        for i in range(start, stop):
+            guard.step(loss_of(model, data[i]) * (NAN if i == 2 else 1.0))
+        saved = {name: copy.deepcopy(parts[name].state_dict()) for name in list(parts)[::order]}
+        guard.settle()
+        return everything(model, optimizer, scheduler), saved
+
+    whole, _ = run(0, 6)
+    for half in (3, 4):  # after a skip, and after a step
+        for order in (1, -1):
+            _, saved = run(0, half, order=order)
+            assert run(half, 6, saved)[0] == whole
+
+
 def test_no_state_in_the_middle_of_a_window() -> None:
     model = net()
     guard = Guard(model, adamw(model), accumulation_steps=2)
@@ -348,6 +402,8 @@ def test_refusals() -> None:
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
         optimizer = adamw(model)
         Guard(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(InputError, match="GreedyLR needs a metric"):
+        Guard(model, optimizer, get_scheduler("greedy", optimizer))
     with pytest.raises(InputError, match="max_skips=0"):
         Guard(model, adamw(model), max_skips=0)
     with pytest.raises(InputError, match="want a torch optimizer"):
@@ -396,14 +452,6 @@ def test_backward_called_by_the_caller() -> None:
     assert outcome.facts.scale == 1024.0
     for a, b in zip(reference.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_a_trainable_parameter_outside_the_optimizer_keeps_no_nan() -> None:
-    model = net()
-    guard = Guard(model, torch.optim.AdamW(model[0].parameters()), verbose=False)
-    x = batches(1)[0]
-    assert guard.step(loss_of(model, x) * NAN).skipped
-    assert guard.step(loss_of(model, x)).stepped
 
 
 def test_accelerate_accumulates_schedules_and_says_what_was_skipped() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hfpatch.blackbox import BlackBox
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.callback import GuardCallback
 from hfpatch.model.tiny import tiny_model
@@ -83,12 +84,16 @@ def same(a: Any, b: Any) -> bool:
     return weights and moments and a[2] == b[2]
 
 
-def untouched(made: Trainer) -> bool:
-    """Nothing of the guard is left on the Trainer's objects."""
+def touched(made: Trainer) -> list[str]:
+    """What of the guard is on the Trainer's objects."""
     owners = (made, made.accelerator, made.optimizer)
-    names = ("backward", "clip_grad_norm_", "step", "log", "_run_epoch")
-    left = [vars(owner).get(name) for owner in owners for name in names]
-    return not any("guarding" in f.__code__.co_filename for f in left if callable(f))
+    placed = [(name, f) for owner in owners for name, f in vars(owner).items() if hasattr(f, "__code__")]
+    return [name for name, f in placed if "guarding" in f.__code__.co_filename]
+
+
+def untouched(made: Trainer) -> bool:
+    """Nothing is."""
+    return not touched(made)
 
 
 def test_a_healthy_training_is_bit_identical(tmp_path: Path) -> None:
@@ -271,6 +276,109 @@ def test_under_a_grad_scaler_an_overflow_is_ordinary_and_a_bad_batch_is_not(tmp_
     taken = [h["guard/norm"] for h in shown if "guard/loss" in h]
     assert len(taken) == 8 - overflows - 1
     assert all(0.1 < n < 100 for n in taken), "norms are unscaled"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_of_the_callers_own_is_refused_before_the_first_step(tmp_path: Path, accumulation: int) -> None:
+    class Own(Poisoned):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+            loss.backward()
+            return loss.detach()
+
+    guard = GuardCallback(black_box=BlackBox(tmp_path / "box"))
+    made = trainer(tmp_path, [guard], cls=Own, gradient_accumulation_steps=accumulation)
+    before = [p.detach().clone() for p in made.model.parameters()]
+    with pytest.raises(InputError, match=r"call self\.accelerator\.backward\(loss\) instead of loss\.backward\(\)"):
+        made.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+    assert untouched(made)
+    assert guard.recorder is None
+    assert not any(h for m in made.model.modules() for h in m._forward_pre_hooks.values()), "nothing is collected on"
+
+
+def test_parameters_that_join_the_optimizer_in_training_are_judged(tmp_path: Path) -> None:
+    class Thaw(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                norm = kwargs["model"].model.norm.weight.requires_grad_(True)
+                kwargs["optimizer"].optimizer.add_param_group({"params": [norm]})
+
+    class Late(Poisoned):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss + (model.model.norm.weight * 0).sum().sqrt() if self.state.global_step == 3 else loss
+
+    made = trainer(tmp_path, [GuardCallback(verbose=False), Thaw()], cls=Late)
+    made.model.model.norm.weight.requires_grad_(False)
+    made.create_optimizer()
+    made.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer, 1.0)
+    made.train()
+    assert all(p.isfinite().all() for p in made.model.parameters())
+    assert logs(made)[-1]["guard/skipped_gradients"] == 1
+
+
+def test_a_head_trained_alone_under_a_scaler(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made = trainer(tmp_path, [GuardCallback()], max_steps=3)
+    head = torch.optim.AdamW(made.model.model.norm.parameters(), lr=1e-3)
+    made.optimizer, made.lr_scheduler = head, torch.optim.lr_scheduler.ConstantLR(head, 1.0)
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    made.train()
+    assert logs(made)[-1]["guard/skipped"] == 0
+    assert all(h["guard/norm"] < 100 for h in logs(made))
+    assert "38 parameters of LlamaForCausalLM require gradients and are not in AdamW" in capfd.readouterr().err
+
+
+def test_a_loss_that_is_rightly_0_does_not_stop_a_trainer(tmp_path: Path) -> None:
+    class Indifferent(Poisoned):  # as with rewards that are all equal
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss * 0.0 if self.state.global_step < 4 else loss
+
+    made = trainer(tmp_path, [GuardCallback(max_skips=3, verbose=False)], cls=Indifferent)
+    made.train()
+    last = logs(made)[-1]
+    assert (last["guard/skipped"], last["guard/skipped_zero"]) == (4, 4)
+    assert last["guard/loss"] > 0
+
+
+def test_an_empty_micro_batch_is_not_in_the_mean_of_the_steps_taken(tmp_path: Path) -> None:
+    """A model that averages its own loss: 0 / 0 for the micro-batch without labels."""
+    shown = []
+    for masked in ((1, 4), ()):
+        made = trainer(
+            tmp_path, [GuardCallback(verbose=False)], data=rows(masked), per_device_train_batch_size=1,
+            gradient_accumulation_steps=4, max_steps=4, learning_rate=0.0,
+        )  # fmt: skip
+        made.model.accepts_loss_kwargs = False
+        made.model_accepts_loss_kwargs = False
+        made.train()
+        shown.append(logs(made))
+    assert [math.isnan(h["guard/loss_raw"]) for h in shown[0]].count(True) in (1, 2)
+    for some, whole in zip(*shown, strict=True):
+        assert some["guard/loss"] == pytest.approx(whole["guard/loss"], rel=0.05), "no share is missing"
+    assert shown[0][-1]["guard/empty_micro_batches"] == 2
+
+
+@pytest.mark.parametrize("moment", ["on_train_begin", "on_epoch_begin"])
+def test_another_callback_that_raises_leaves_nothing_at_work(tmp_path: Path, moment: str) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("boom")
+
+    guard = GuardCallback(verbose=False, black_box=BlackBox(tmp_path / "box"))
+    failing = TrainerCallback()
+    setattr(failing, moment, fail)
+    made = trainer(tmp_path, [guard, failing])
+    with pytest.raises(KeyError, match="boom"):
+        made.train()
+    assert touched(made) == ["_run_epoch"], "which does nothing for a callback that was taken out"
+    assert guard.recorder is None
+    made.remove_callback(guard)
+    made.remove_callback(failing)
+    made.nan_loss = (2,)
+    made.train()
+    assert untouched(made)
+    assert "guard/skipped" not in logs(made)[-1]
 
 
 def test_two_ranks_decide_alike(tmp_path: Path) -> None:

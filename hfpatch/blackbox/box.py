@@ -150,6 +150,9 @@ class Recording:
         replayed = {"micro_batch": index, "micro_batches": len(window), "losses": losses}
         about = account(self.model, event, found, call, replayed, rank=self.rank, world=self.world)
         place = self._write(about, call, event.facts.step)
+        if elsewhere and place is not None:
+            others = f"{self.directory / folder.stem(event.facts.step)}*"
+            return (f"black box: {about['replay']['says']}: see that rank's bundle, among {others}",)
         return tuple(_told(self.model, about, found, place, stopped=event.stop is not None))
 
     def _again(
@@ -171,7 +174,7 @@ class Recording:
     def _write(self, about: dict[str, Any], call: Kept | None, step: int) -> Path | None:
         try:
             batch = self._pack(about, call)
-            place = folder.write(self.directory, f"step-{step:08}-rank{self.rank}", about, batch)
+            place = folder.write(self.directory, f"{folder.stem(step)}{self.rank}", about, batch)
             self._first = self._first or place
             folder.bound(self.directory, self.rank, self._first, self.box.max_bundles, self.box.max_bytes)
         except OSError as error:

@@ -196,13 +196,16 @@ def _check(about: dict[str, Any]) -> None:
             (model[key], (str, type(None)))
             for key in ("class", "architecture", "name", "attention", "dtype", "device", "fingerprint")
         ),
-        *((finding[key], (str, type(None))) for key in IDENTITY if finding),
+        *((finding[key], (str, type(None))) for key in IDENTITY if finding is not None),
         *((patch, str) for patch in about["patches"]),
     )
     for value, kind in wanted:
         if not isinstance(value, kind):
             raise TypeError(f"{value!r:.60} has an odd type")
-    if "sha256" not in about["batch"] and not isinstance(about["batch"]["left_out"], str):
+    kept = "sha256" in about["batch"]
+    if kept and about["call"] is None:
+        raise TypeError("a batch of no call")
+    if not isinstance(about["batch"]["bytes" if kept else "left_out"], int if kept else str):
         raise TypeError("batch says neither what it is nor why it was left out")
 
 

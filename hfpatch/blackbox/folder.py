@@ -27,6 +27,11 @@ ABANDONED = 600.0
 NAME = re.compile(r"step-(\d{8,})-rank(\d+)(?:-\d+)?")
 
 
+def stem(step: int) -> str:
+    """Name of a step's bundles, up to the rank."""
+    return f"step-{step:08}-rank"
+
+
 def write(directory: Path, name: str, about: Mapping[str, Any], batch: bytes | None) -> Path:
     """Write a bundle; nothing is written over.
 

@@ -2,11 +2,12 @@
 # pyright: reportPrivateUsage=false
 """GuardCallback: the guard inside a transformers Trainer.
 
-A callback can neither skip a step nor see gradients before they are clipped. So while it trains, and on this
-Trainer's own objects only, five bound methods are replaced on their instances: `accelerator.backward` (the raw loss),
+A callback can neither skip a step nor see gradients before they are clipped. So while an epoch runs, and on this
+Trainer's own objects only, bound methods are replaced on their instances: `accelerator.backward` (the raw loss),
 `accelerator.clip_grad_norm_` (unclipped gradients, judged), the prepared optimizer's `step` (which then does nothing
 for a bad batch, and says so, whereupon the Trainer leaves the schedule alone), `trainer.log` (the figures) and
-`trainer._run_epoch` (to take everything off if training raises).
+`trainer._save_checkpoint` (ruined weights are not saved over a good checkpoint). `trainer._run_epoch` puts them there,
+and takes them off whatever is raised.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import check, trained
-from hfpatch.guarding.guard import unwrapped
+from hfpatch.guarding.guard import follow, unwrapped
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
@@ -50,12 +51,14 @@ class GuardCallback(TrainerCallback, ExportableState):
     A skipped batch changes neither weights nor optimizer state nor schedule; it counts as a step of the Trainer
     (`max_steps`). Clipping is the Trainer's (`max_grad_norm`), done with the norm that was judged. Each log gains
     `guard/loss_raw` (mean since the last log, NaN where a loss was NaN: the Trainer's own `loss` hides it),
-    `guard/loss` (mean of the steps taken), `guard/norm` (largest since the last log), and the counts of
-    `Guard.metrics`. The host reads the decision once a step. A checkpoint carries the state, and a resumed run goes on.
+    `guard/loss` (mean of the steps taken, without empty micro-batches), `guard/norm` (largest since the last log), and
+    the counts of `Guard.metrics`. The host reads the decision once a step. A checkpoint carries the state, and a
+    resumed run goes on. Before each checkpoint and at the end the weights are looked at: ruined ones are not saved.
 
     Args:
         explode_at: Norm, before clipping, at which a step is skipped; None: no limit.
-        spike_at: Multiple of the running median at which a step is skipped; None: no limit.
+        spike_at: Multiple of the running median at which a step is skipped; None: no limit. A good batch can have some
+            twenty times the median norm (1 of 900 did: SmolLM2 135M, LoRA).
         max_skips: Skips in a row, ordinary overflows not counted, after which training stops with `GuardStop`.
         min_scale: Loss scale below which an overflow is no longer ordinary.
         check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
@@ -66,7 +69,7 @@ class GuardCallback(TrainerCallback, ExportableState):
     def __init__(
         self,
         explode_at: float | None = 100.0,
-        spike_at: float | None = 20.0,
+        spike_at: float | None = 50.0,
         max_skips: int = 10,
         min_scale: float = 1.0,
         check_parameters: int = 1,
@@ -82,6 +85,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         self.saved: dict[str, Any] | None = None
         self._recent: list[Facts] = []
         self._facts: Facts | None = None
+        self._methods: list[tuple[Any, str, Callable[..., Any]]] = []
         self._undo: list[Callable[[], None]] = []
 
     def state(self) -> dict[str, Any]:
@@ -108,8 +112,9 @@ class GuardCallback(TrainerCallback, ExportableState):
                 "use DDP or FSDP2, or leave the callback out"
             )
         model: Any = trainer.model_wrapped
-        parameters = trained(model, unwrapped(optimizer))
-        warnings = check(model, unwrapped(optimizer), parameters, scaled=accelerator.scaler is not None)
+        inner = unwrapped(optimizer)
+        parameters = trained(model, inner)
+        warnings = check(model, inner, parameters, scaled=accelerator.scaler is not None)
         self.judge = Judge(
             parameters, self.limits, micro_batches=args.gradient_accumulation_steps, verbose=self.verbose
         )
@@ -120,15 +125,16 @@ class GuardCallback(TrainerCallback, ExportableState):
         self._recent, self._facts = [], None
         if self.verbose:
             say(warnings)
-        if self.black_box is not None:
-            self.recorder = self.black_box.attach(model)
-        elif self.boxed:
+        if self.black_box is None and self.boxed:
             say([LOST])
-        self._replace(accelerator, "backward", self._backward)
-        self._replace(accelerator, "clip_grad_norm_", self._clip(accelerator, unwrapped(optimizer)))
-        self._replace(optimizer, "step", self._step(optimizer))
-        self._replace(trainer, "log", self._log)
-        self._replace(trainer, "_run_epoch", self._run_epoch)
+        self._methods = [
+            (accelerator, "backward", self._backward(accelerator, model, inner)),
+            (accelerator, "clip_grad_norm_", self._clip(accelerator, inner)),
+            (optimizer, "step", self._step(optimizer)),
+            (trainer, "log", self._log),
+            (trainer, "_save_checkpoint", self._save),
+        ]
+        self._replace(trainer, "_run_epoch", self._run_epoch(trainer, model))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge what the Trainer clipped by another way (gradients on several meshes); blame is lost, safety is not."""
@@ -136,15 +142,25 @@ class GuardCallback(TrainerCallback, ExportableState):
             self._facts = self.judge.read(self.judge.weigh())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let go."""
-        self._release()
+        """Let go, after a last look at the weights.
 
-    def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> None:
-        original(loss, **kwargs)
-        assert self.judge is not None  # noqa: S101 - set before this was installed
-        self.judge.note(loss)
-        if self.recorder is not None:
-            self.recorder.noted(loss)
+        Raises:
+            GuardStop: A weight is not finite.
+        """
+        self._release()
+        if self.judge is not None:
+            self.judge.confirm()
+
+    def _backward(self, accelerator: Any, model: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        def backward(original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> None:
+            original(loss, **kwargs)
+            assert self.judge is not None  # noqa: S101 - set before this was installed
+            follow(self.judge, model, optimizer, scaled=accelerator.scaler is not None)
+            self.judge.note(loss)
+            if self.recorder is not None:
+                self.recorder.noted(loss)
+
+        return backward
 
     def _clip(self, accelerator: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         def clip(original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -167,9 +183,13 @@ class GuardCallback(TrainerCallback, ExportableState):
     def _step(self, optimizer: AcceleratedOptimizer) -> Callable[..., Any]:
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             facts, self._facts = self._facts, None
-            window = self.recorder.window() if self.recorder is not None else None
             if facts is None or self.judge is None:
-                return original(*args, **kwargs)
+                raise InputError(
+                    "GuardCallback: the optimizer is about to step, and no loss came through accelerator.backward, so "
+                    "that nothing was judged; in your Trainer's training_step call self.accelerator.backward(loss) "
+                    "instead of loss.backward(), or leave the callback out"
+                )
+            window = self.recorder.window() if self.recorder is not None else None
             self._recent.append(facts)
             skipped = facts.kind == "skipped"
             given: Any = None
@@ -190,19 +210,33 @@ class GuardCallback(TrainerCallback, ExportableState):
             self._recent = []
         original(logs, *args, **kwargs)
 
-    def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        done = False
-        try:
-            given = original(*args, **kwargs)
-            done = True
-            return given
-        finally:
-            if not done:
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.judge is not None:
+            self.judge.confirm()
+        return original(*args, **kwargs)
+
+    def _run_epoch(self, trainer: Trainer, model: Any) -> Callable[..., Any]:
+        def run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self not in trainer.callback_handler.callbacks:  # taken out after a training that raised at its start
                 self._release()
+                return original(*args, **kwargs)
+            done = False
+            if self.black_box is not None and self.recorder is None:
+                self.recorder = self.black_box.attach(model)
+            for owner, name, wrapper in self._methods:
+                self._replace(owner, name, wrapper)
+            try:
+                given = original(*args, **kwargs)
+                done = True
+                return given
+            finally:
+                self._put_back(keep=1)  # this one
+                if not done:
+                    self._release()
+
+        return run_epoch
 
     def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        if not hasattr(owner, name):
-            return  # `_run_epoch` of another release: on_train_end, or the next training, takes everything off
         kept = owner.__dict__.get(name)
         original = getattr(owner, name)
 
@@ -225,9 +259,12 @@ class GuardCallback(TrainerCallback, ExportableState):
 
         self._undo.append(undo)
 
-    def _release(self) -> None:
-        while self._undo:
+    def _put_back(self, keep: int = 0) -> None:
+        while len(self._undo) > keep:
             self._undo.pop()()
+
+    def _release(self) -> None:
+        self._put_back()
         if self.recorder is not None:
             self.recorder.detach()
             self.recorder = None
@@ -235,7 +272,7 @@ class GuardCallback(TrainerCallback, ExportableState):
 
 def _figures(recent: list[Facts]) -> dict[str, float]:
     raw = [f.loss for f in recent if f.loss is not None]
-    taken = [f.loss for f in recent if f.loss is not None and f.kind == "stepped"]
+    taken = [f.learned for f in recent if f.learned is not None and f.kind == "stepped"]
     norms = [f.norm for f in recent if f.norm is not None]
     found: dict[str, float] = {}
     if raw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -12,18 +13,22 @@ from torch import nn
 from hfpatch.errors import InputError
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+STRAY = "not the model's: parameter of the optimizer"
+"""Begins the name of a parameter that the optimizer holds and the model does not."""
+
+
+def held(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """An optimizer's parameters, by identity."""
+    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Parameters whose gradients are judged: the optimizer's, and others of the model that train, in model order."""
-    held: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if held.pop(id(parameter), None) is not None or parameter.requires_grad:
-            found[plain(name)] = parameter
-    for i, parameter in enumerate(held.values()):
-        found[f"parameter {i} of the optimizer that is not the model's"] = parameter
-    return found
+    """Parameters whose gradients are judged: the optimizer's; the model's first, in its order."""
+    mine = held(optimizer)
+    found = {plain(name): p for name, p in model.named_parameters() if id(p) in mine}
+    known = {id(p) for p in found.values()}
+    strays = {f"{STRAY} {i}": p for i, (key, p) in enumerate(mine.items()) if key not in known}
+    return found | strays
 
 
 def check(
@@ -42,15 +47,29 @@ def check(
         scaled: Whether a GradScaler is at work.
 
     Raises:
-        InputError: Nothing trains; a wrapper the guard cannot see through; an eps that is 0 in its parameters'
-            dtype; parameters under a GradScaler in a dtype it cannot unscale.
+        InputError: The optimizer holds none of the model's parameters, or steps by a closure; sparse gradients; a
+            wrapper the guard cannot see through; an eps that is 0 in its parameters' dtype; parameters under a
+            GradScaler in a dtype it cannot unscale.
     """
-    if not parameters:
+    if all(name.startswith(STRAY) for name in parameters):
         raise InputError(
-            f"guard: no parameter of {type(model).__name__} requires a gradient and {type(optimizer).__name__} holds "
-            "none; pass the model and the optimizer that are trained"
+            f"guard: {type(optimizer).__name__} holds {len(parameters)} parameters, none of them of this "
+            f"{type(model).__name__}, which would never train; make the optimizer from the model that is called, after "
+            "it was copied, loaded or sharded"
         )
-    for module in model.modules():
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"guard: {type(optimizer).__name__} calls the model again inside its step, where nothing can be judged; "
+            "use an optimizer that steps on gradients, such as AdamW"
+        )
+    mine = held(optimizer)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in mine:
+            raise InputError(
+                f"guard: {plain(name) or type(module).__name__} gives sparse gradients (sparse=True), whose norm torch "
+                "does not take; make it with sparse=False, or train it with an optimizer of its own"
+            )
         if type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
             raise InputError(
                 f"guard: {type(module).__name__} keeps gradients in flat buffers of its own, whose norms and shards "
@@ -61,8 +80,8 @@ def check(
         smallest = torch.finfo(dtype).smallest_normal
         raise InputError(
             f"guard: {type(optimizer).__name__} has eps={eps:g} in parameter group {number}, which is 0 in "
-            f"{dtype} of {name}: one step with a small gradient makes such weights non-finite while its norm looks "
-            f"healthy. Train them in float32, or set eps of at least {smallest:g}"
+            f"{dtype} of {name}: after a small gradient {_then(optimizer)}, while the norm looks healthy. Train them "
+            f"in float32, or set eps of at least {smallest:g}"
         )
     if scaled:
         for name, parameter in parameters.items():
@@ -73,7 +92,31 @@ def check(
                     f"on {parameter.device.type}; keep what trains in float32 (parameter.data = parameter.data.float(),"
                     " or PEFT's autocast_adapter_dtype=True) and let autocast compute in float16"
                 )
-    return tuple(_warnings(model, scaled=scaled))
+    return (*_outside(model, optimizer, parameters), *_warnings(model, scaled=scaled))
+
+
+def _then(optimizer: torch.optim.Optimizer) -> str:
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return "a fused step goes many times its learning rate"
+    return "a step divides by 0 and the weights are not finite"
+
+
+def _outside(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> Iterator[str]:
+    name = type(optimizer).__name__
+    if strays := [n for n in parameters if n.startswith(STRAY)]:
+        yield (
+            f"guard: {len(strays)} of {len(parameters)} parameters that {name} holds are not this "
+            f"{type(model).__name__}'s (first: its parameter {strays[0].removeprefix(STRAY).strip()}); they are judged "
+            "with the others. If they are of no second model, make the optimizer anew, after the model was copied, "
+            "loaded or sharded"
+        )
+    mine = held(optimizer)
+    if left := [plain(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
+        yield (
+            f"guard: {len(left)} parameters of {type(model).__name__} require gradients and are not in {name} "
+            f"({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}): they are neither judged nor clipped here; "
+            "set requires_grad_(False) on them, or guard their optimizer too (check_and_step after one backward)"
+        )
 
 
 def zero_eps(groups: Iterable[dict[str, Any]], names: dict[int, str]) -> Iterator[tuple[int, float, str, torch.dtype]]:

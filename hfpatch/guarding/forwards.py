@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -55,11 +56,12 @@ def swallows_items(model: nn.Module, batch: Mapping[str, Any] | None) -> Swallow
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         return None  # a Trainer counts labels only
-    count = max(1, int((labels != -100).sum()))
-    losses = [_loss(model, batch, n) for n in (count, 2 * count)]
-    if losses[0] is None or losses[0] != losses[1]:
+    count = int((labels != -100).sum())
+    losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [None]
+    first = losses[0]
+    if not first or not math.isfinite(first) or first != losses[1]:  # a loss of 0 says nothing
         return None
-    return Swallowed(f"its loss on this batch is {losses[0]:.4g} for {count} tokens as for {2 * count}", measured=True)
+    return Swallowed(f"its loss on this batch is {first:.4g} for {count} tokens as for {2 * count}", measured=True)
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:

@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hfpatch.errors import InputError
-from hfpatch.guarding.checks import check, trained
-from hfpatch.guarding.judge import Judge, Verdict
+from hfpatch.guarding.checks import check, held, trained
+from hfpatch.guarding.judge import Judge, Verdict, check_loss
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts, Outcome
@@ -39,6 +39,9 @@ class Guard:
     A skip under a GradScaler lowers the scale once if the gradients were not finite, as torch does. Running
     statistics (BatchNorm) were written by the forward already and cannot be taken back.
 
+    Judged, clipped and zeroed is what the optimizer holds, also what joins it later. A model with two optimizers has
+    two guards: one backward, then `check_and_step` of each (not under one GradScaler, which each would update).
+
     Over several ranks the guard must be made on every rank, after the model was wrapped, and `step` called equally
     often everywhere; one all-reduce a step makes the decision common.
 
@@ -52,13 +55,14 @@ class Guard:
         explode_at: Norm, before clipping, at which a step is skipped; None: no limit.
         accumulation_steps: Micro-batches in a step, without an accelerator.
         spike_at: Multiple of the running median (64 good steps, from the 16th on) at which a step is skipped; None:
-            no limit.
+            no limit. A good batch can have some twenty times the median norm (1 of 900 did: SmolLM2 135M, LoRA).
         divide_loss: Divide each loss by the number of micro-batches. False where losses are shares of the window's
             already (sum over tokens, divided by `num_items_in_batch` of the whole window).
         max_skips: Skips in a row, ordinary overflows not counted, after which training stops.
         min_scale: Loss scale below which an overflow is no longer ordinary.
         check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
-        on_device: Keep the decision on the device; None: where it pays. True needs a fused optimizer.
+        on_device: Keep the decision on the device; None: where it pays. True needs a fused optimizer, and no SGD with
+            momentum.
         group: Ranks that decide together; None is all of them.
         black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
         verbose: Say on stderr what was skipped.
@@ -81,7 +85,7 @@ class Guard:
         explode_at: float | None = 100.0,
         accumulation_steps: int = 1,
         *,
-        spike_at: float | None = 20.0,
+        spike_at: float | None = 50.0,
         divide_loss: bool = True,
         max_skips: int = 10,
         min_scale: float = 1.0,
@@ -111,6 +115,7 @@ class Guard:
         self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
         self.recorder = black_box.attach(model) if black_box is not None else None
         self._pending: _Pending | None = None
+        self._owed: bool | None = None
         self._micro = 0
         if verbose:
             say(self.warnings)
@@ -126,7 +131,14 @@ class Guard:
 
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
+            InputError: The loss is not one number, or has no graph.
         """
+        check_loss(loss)
+        if not loss.requires_grad:
+            raise InputError(
+                "guard: this loss has no graph (detached, made under no_grad, or from nothing that trains), so that "
+                "backward() has nowhere to go; pass what the model gave"
+            )
         share = loss / self.accumulation_steps if self.divide_loss and self.accumulation_steps > 1 else loss
         if self.accelerator is not None:
             # accelerate divides by itself
@@ -147,7 +159,8 @@ class Guard:
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
         """
-        self.settle()
+        self._catch_up()
+        follow(self.judge, self.model, self.optimizer, scaled=self.scaler is not None)
         self.judge.note(loss, tokens)
         if self.recorder is not None:
             self.recorder.noted(loss)
@@ -164,38 +177,57 @@ class Guard:
         return self._act_on_device(verdict, window) if self.on_device else self._act_on_host(verdict, window)
 
     def settle(self) -> None:
-        """Wait for the last step's decision, if it is still on the device, and act on it.
+        """Wait for the last step's decision, act on it, and look at the weights: the end of a run.
+
+        Where parameters are sharded over ranks, call it on all of them.
 
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
         """
+        self._catch_up()
+        self.judge.confirm()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts so far, named `guard/...`."""
+        self._learn()
+        return self.judge.ledger.totals()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that JSON holds. Save model, optimizer, scheduler and scaler beside it, before it or after.
+
+        The schedule stays where it is: if it is to be stepped for the last decision, that is in the state. Where
+        parameters are sharded over ranks, call it on all of them.
+
+        Raises:
+            GuardStop: A weight is not finite: keep the checkpoint before. Or too many skips in a row.
+            InputError: In the middle of an accumulation window.
+        """
+        self._learn()
+        self.judge.confirm()
+        return {**self.judge.state_dict(), "owed": self._owed}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.judge.load_state_dict(saved)
+        self._owed = saved.get("owed")
+
+    def _learn(self) -> None:
+        """Fetch the last decision if it is still on the device; what the schedule is owed for it is kept."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         *report, ruined = pending.figures()
         pending.facts = self.judge.read(pending.verdict, report)
         self.judge.condemn(ruined=bool(ruined))
-        self._schedule(stepped=pending.facts.kind == "stepped")
+        self._owed = pending.facts.kind == "stepped"
         window, pending.window = pending.window, None  # the caller may keep the outcome
         conclude(self.recorder, window, self.judge, pending.facts, self.scaler)
 
-    def metrics(self) -> dict[str, float]:
-        """Counts so far, named `guard/...`."""
-        self.settle()
-        return self.judge.ledger.totals()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values that JSON holds. Save model, optimizer, scheduler and scaler beside it.
-
-        Raises:
-            InputError: In the middle of an accumulation window.
-        """
-        self.settle()
-        return self.judge.state_dict()
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.judge.load_state_dict(saved)
+    def _catch_up(self) -> None:
+        self._learn()
+        if self._owed is not None:
+            owed, self._owed = self._owed, None
+            self._schedule(stepped=owed)
 
     def _window_ends(self) -> bool:
         if self.accelerator is not None:
@@ -208,7 +240,7 @@ class Guard:
         if stepped:
             self._clip(verdict)
             self.optimizer.step()
-        self._close()
+        self._close(verdict)
         self._schedule(stepped=stepped)
         self.judge.look_at_parameters(facts)
         conclude(self.recorder, window, self.judge, facts, self.scaler)
@@ -222,13 +254,13 @@ class Guard:
             self.optimizer.step()
         finally:
             del fused.grad_scale, fused.found_inf
-        self._close()
+        self._close(verdict)
         self._pending = pending = _Pending(verdict, self.judge.look_at_parameters(None), window)
 
         def facts() -> Facts:
             if pending.facts is None:
-                self.settle()
-            assert pending.facts is not None  # noqa: S101 - settle sets it before it can raise
+                self._catch_up()
+            assert pending.facts is not None  # noqa: S101 - it sets it before it can raise
             return pending.facts
 
         return Outcome(facts)
@@ -237,12 +269,10 @@ class Guard:
         if self.max_grad_norm is not None:
             clip_(verdict.grads, self.max_grad_norm, verdict.norm)
 
-    def _close(self) -> None:
-        if self.scaler is not None:
+    def _close(self, verdict: Verdict) -> None:
+        if self.scaler is not None and verdict.grads:  # a scaler that saw no gradient refuses to update
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self.judge.parameters:
-            parameter.grad = None  # what trains in no optimizer would keep its NaN
 
     def _schedule(self, *, stepped: bool) -> None:
         if self._given is not self.optimizer:
@@ -291,10 +321,30 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
+def follow(judge: Judge, model: nn.Module, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
+    """Have the parameters judged that an optimizer holds now, if it gained or lost some.
+
+    Raises:
+        InputError: See `hfpatch.guarding.checks.check`.
+    """
+    if held(optimizer).keys() != judge.ids:
+        parameters = trained(model, optimizer)
+        check(model, optimizer, parameters, scaled=scaled)
+        judge.follow(parameters)
+
+
 def _keeps_on_device(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], wanted: bool | None
 ) -> bool:
     fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if fused and isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
+        if wanted:
+            raise InputError(
+                "guard: on_device=True, but SGD with momentum cannot skip by itself: where its first step is skipped, "
+                "torch leaves the momentum uninitialised; use momentum=0 or fused AdamW, or leave on_device out: the "
+                "host then reads the decision once a step"
+            )
+        return False
     if wanted and not fused:
         raise InputError(
             f"guard: on_device=True, but {type(optimizer).__name__} cannot skip by itself; pass fused=True to the "
@@ -314,8 +364,9 @@ def _check_arguments(
     spike_at: float | None,
     max_skips: int,
 ) -> None:
-    if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
-        raise InputError("guard: ReduceLROnPlateau needs a metric; leave scheduler= out and step it yourself")
+    inner = getattr(scheduler, "scheduler", scheduler)
+    if inner is not None and "metrics" in inspect.signature(inner.step).parameters:
+        raise InputError(f"guard: {type(inner).__name__} needs a metric; leave scheduler= out and step it yourself")
     if accelerator is not None and accumulation_steps not in (1, accelerator.gradient_accumulation_steps):
         raise InputError(
             f"guard: accumulation_steps={accumulation_steps}, but the accelerator accumulates "

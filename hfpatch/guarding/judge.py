@@ -24,9 +24,10 @@ WINDOW = 64
 """Good steps the running median is taken over."""
 WARMUP = 16
 """Good steps before a norm can be called a spike."""
-HEAD = 7
-"""Numbers before the sums of squares in what the ranks reduce: bad losses, filled, micro-batches, loss, ruined; then
-the micro-batches that are empty if no gradient is, and how many of those have a NaN loss."""
+HEAD = 10
+"""Numbers before the sums of squares in what the ranks reduce: bad losses, filled, micro-batches, loss, ruined, loss
+without the NaN, NaN losses, micro-batches told to be empty; then the micro-batches that are empty if no gradient is,
+and how many of those have a NaN loss."""
 RUINED, SKIP = 4, -2
 """Places in a report."""
 
@@ -71,6 +72,7 @@ class Judge:
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
+        self.ids = {id(p) for p in self.parameters}
         self.limits = limits
         self.micro_batches = micro_batches
         self.group = group
@@ -84,6 +86,7 @@ class Judge:
         self._ruined: Tensor | None = None
         self._losses: list[Tensor] = []
         self._empties: list[Tensor | None] = []
+        self._told: list[bool] = []
         self._before: Tensor | None = None
         self._seen_gradients = False
         self._constants: dict[Any, Tensor] = {}
@@ -94,6 +97,13 @@ class Judge:
     def open(self) -> bool:
         """Whether a window was begun and not judged yet."""
         return bool(self._losses)
+
+    def follow(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Judge other parameters from now on, on all ranks alike."""
+        self.names = self.ledger.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.ids = {id(p) for p in self.parameters}
+        self._before = None
 
     def note(self, loss: Tensor, tokens: Tensor | int | None = None) -> None:
         """Take in a micro-batch, after its backward.
@@ -106,10 +116,10 @@ class Judge:
         Raises:
             InputError: The loss is not one number.
         """
-        if loss.numel() != 1:
-            raise InputError(f"guard: want a loss of one number; got shape {tuple(loss.shape)}; reduce it first")
+        check_loss(loss)
         value = loss.detach().reshape(())
         self._losses.append(value)
+        self._told.append(tokens is not None)
         if tokens is not None:
             self._empties.append(_is_zero(tokens, value.device))
         elif self.micro_batches > 1:
@@ -160,7 +170,7 @@ class Judge:
         sharded = any(cut for _, _, cut in pieces)
         total = squares.sum().sqrt() if self.world > 1 or sharded else norm.to(real)
         verdict = self._decide(head, total, scale)
-        self._losses, self._empties, self._before = [], [], None
+        self._losses, self._empties, self._told, self._before = [], [], [], None
         return Verdict(verdict[SKIP] > 0, total.float() if sharded else norm, verdict, squares, grads)
 
     def _head(self, device: torch.device, real: torch.dtype) -> Tensor:
@@ -174,14 +184,16 @@ class Judge:
         filled = (~empty & ~doubtful).sum().to(bad)
         count = torch.full_like(bad, len(losses))
         ruined = torch.zeros_like(bad) if self._ruined is None else self._ruined.to(bad)
-        doubts = [doubtful.sum().to(bad), (wrong & doubtful).sum().to(bad)]
-        return torch.stack([bad, filled, count, losses.sum() / self.world, ruined, *doubts])
+        told = torch.stack([known if told else never for known, told in zip(empty, self._told, strict=True)])
+        learned = losses.nansum() / self.world
+        sums = [s.sum().to(bad) for s in (losses.isnan(), told, doubtful, wrong & doubtful)]
+        return torch.stack([bad, filled, count, losses.sum() / self.world, ruined, learned, *sums])
 
     def _decide(self, head: Tensor, total: Tensor, scale: Tensor | None) -> Tensor:
         """The report: head less the doubtful ones, total, median, exploded, spiked, scale, skip, unfilled."""
         busy = (total != 0).to(head)
-        doubtful, doubtful_bad = head[5] * busy, head[6] * busy
-        head = torch.cat([torch.stack([head[0] + doubtful_bad, head[1] + doubtful]), head[2:5]])
+        doubtful, doubtful_bad = head[-2] * busy, head[-1] * busy
+        head = torch.cat([torch.stack([head[0] + doubtful_bad, head[1] + doubtful]), head[2:-2]])
         ring, good = self._memory(total)
         count = good.clamp(max=WINDOW)
         median = ring.sort().values.gather(0, ((count - 1) // 2).clamp(min=0).reshape(1))[0]
@@ -208,7 +220,7 @@ class Judge:
         """
         report = verdict.report.tolist() if figures is None else figures
         if report[RUINED]:
-            self.ledger.stop(self._ruin(self.ledger.steps))
+            self._condemn()
         return self.ledger.enter(report, verdict.squares.tolist() if report[SKIP] else ())
 
     def look_at_parameters(self, facts: Facts | None) -> Tensor | None:
@@ -227,9 +239,8 @@ class Judge:
         due = every > 0 and (self.ledger.steps + (facts is None)) % every == 0
         broken = facts is not None and facts.reason in (Reason.LOSS, Reason.GRADIENTS)
         self._ruined = None
-        if due or broken:
-            parts = [piece(p.detach(), 1)[0] for p in self.parameters if p.is_floating_point()]
-            self._ruined = ~tensor_norms(parts).isfinite().all()
+        if (due or broken) and self.ledger.stopping is None:
+            self._ruined = self._broken()
             if facts is not None and self._ruined.device.type == "cpu":
                 self.condemn(ruined=bool(self._ruined))
         return self._ruined
@@ -237,7 +248,32 @@ class Judge:
     def condemn(self, *, ruined: bool) -> None:
         """Have the ledger stop because weights are not finite, unless other ranks must hear of it first."""
         if ruined and self.world == 1:
-            self.ledger.stop(self._ruin(self.ledger.steps))
+            self._condemn()
+
+    def confirm(self) -> None:
+        """Look at the weights now: before they are saved, and when training is over.
+
+        Ranks that hold copies come to the same answer alone; those that hold shards must all call.
+
+        Raises:
+            GuardStop: A weight is not finite.
+        """
+        if self.limits.check_parameters == 0 and self._ruined is None:
+            return
+        ruined = self._broken().float()
+        if self.world > 1 and any(piece(p.detach(), 1)[2] for p in self.parameters):
+            torch.distributed.all_reduce(ruined, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        if ruined:
+            self._condemn()
+        self.ledger.raise_if_due()
+
+    def _broken(self) -> Tensor:
+        parts = [piece(p.detach(), 1)[0] for p in self.parameters if p.is_floating_point()]
+        return ~tensor_norms(parts).isfinite().all()
+
+    def _condemn(self) -> None:
+        self.ledger.stop(self._ruin(self.ledger.steps))
+        self._ruined = None  # told: whoever puts good weights back may go on
 
     def _ruin(self, step: int) -> str:
         found = [
@@ -318,6 +354,18 @@ class Judge:
                 f"guard: this rank trains {mine} parameters, others {least} to {most}; ranks that hold different "
                 "layers (pipeline stages) cannot be judged together: pass group= with the ranks that hold the same"
             )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what is no loss.
+
+    Raises:
+        InputError: It is not one number.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"guard: want a loss, a tensor of one number; got {type(loss).__name__}; pass output.loss")
+    if loss.numel() != 1:
+        raise InputError(f"guard: want a loss of one number; got shape {tuple(loss.shape)}; reduce it first")
 
 
 def _is_zero(tokens: Tensor | int, device: torch.device) -> Tensor:

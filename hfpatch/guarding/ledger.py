@@ -23,7 +23,7 @@ class Limits:
     """When to skip and when to stop; `Guard` says what each means."""
 
     explode_at: float | None = 100.0
-    spike_at: float | None = 20.0
+    spike_at: float | None = 50.0
     max_skips: int = 10
     min_scale: float = 1.0
     check_parameters: int = 1
@@ -57,16 +57,20 @@ class Ledger:
             report: As `Judge` orders it.
             squares: Sum of squares of each parameter's gradient; looked at only if the step was skipped.
         """
-        bad, filled, count, loss, ruined, total, median, exploded, spiked, scale, skip, unfilled = report
+        bad, filled, count, loss, ruined, learned, nans, told, *judged = report
+        total, median, exploded, spiked, scale, skip, unfilled = judged
         self.steps += 1
         reason = None
-        if skip:
-            reason = self._reason(bad, total, exploded, spiked, scale, unfilled)
+        if skip and unfilled:
+            reason = Reason.NO_LABELS if nans or told else Reason.ZERO
+        elif skip:
+            reason = self._reason(bad, total, exploded, spiked, scale)
         facts = Facts(
             step=self.steps,
             kind="stepped" if reason is None else "skipped",
             reason=reason,
             loss=loss,
+            learned=learned * count / (count - nans) if nans < count else math.nan,
             norm=total,
             median=median,
             scale=None if math.isnan(scale) else scale,
@@ -133,11 +137,7 @@ class Ledger:
         self.history.clear()
         self.history.extend(Facts.from_dict(f) for f in saved["history"])
 
-    def _reason(
-        self, bad: float, total: float, exploded: float, spiked: float, scale: float, unfilled: float
-    ) -> Reason:
-        if unfilled:
-            return Reason.NO_LABELS
+    def _reason(self, bad: float, total: float, exploded: float, spiked: float, scale: float) -> Reason:
         if bad:
             return Reason.LOSS
         if not math.isfinite(total):
@@ -161,7 +161,9 @@ class Ledger:
 
     def _count(self, facts: Facts, reason: Reason) -> None:
         self.skips[reason] += 1
-        if reason is Reason.OVERFLOW:
+        if reason is Reason.ZERO and self.verbose and self.skips[reason] == 1:
+            say([f"guard: {facts}; this is told once, and counted"])
+        if reason in (Reason.OVERFLOW, Reason.ZERO):
             return  # neither an interruption nor a success: the row goes on after it
         self.in_row += 1
         self.history.append(facts)

@@ -13,7 +13,10 @@ class Reason(StrEnum):
     """Why a step was skipped."""
 
     NO_LABELS = "no supervised token"
-    """Gradients exactly 0 and a loss that is NaN or 0: nothing to learn from, and nothing is broken."""
+    """Gradients exactly 0 and a loss that is NaN (a mean over no token), or `tokens=0`. Nothing is broken."""
+    ZERO = "loss and gradients exactly 0 (no supervised token, or nothing to learn)"
+    """Not even momentum is followed; but such batches may be right (equal rewards, a margin that is kept), so that no
+    row of them stops a run."""
     LOSS = "non-finite loss"
     GRADIENTS = "non-finite gradients"
     """NaN or Inf in a gradient, or a gradient whose float32 norm overflows (beyond 1.8e19)."""
@@ -29,6 +32,7 @@ class Reason(StrEnum):
 
 ADVICE = {
     Reason.NO_LABELS: "every label is -100: look at the collator, the chat template and the truncation",
+    Reason.ZERO: "nothing to do where a loss is rightly 0; else look at the labels",
     Reason.LOSS: "the forward pass is at fault: run hfpatch.inspect(model) and hfpatch.plan(model), try bfloat16",
     Reason.GRADIENTS: "the backward pass is at fault although the loss is finite: begin at the parameters named here",
     Reason.EXPLOSION: "lower the learning rate, or raise explode_at= if norms of this size are normal here",
@@ -49,10 +53,11 @@ class Facts:
         kind: What was done.
         reason: Why it was skipped.
         loss: The loss as it was, over all ranks; NaN where it was NaN. None while accumulating.
+        learned: The same without micro-batches whose loss is NaN because they are empty. NaN if all are.
         norm: Norm of the unscaled, unclipped gradients. None while accumulating.
         median: Running median of the norms of good steps; NaN before there are enough of them.
         scale: Loss scale these gradients were made with; None without a GradScaler.
-        empty: Micro-batches without a supervised token, over all ranks.
+        empty: Micro-batches without a supervised token, or with a loss that is rightly 0, over all ranks.
         micro_batches: Micro-batches in the window, over all ranks.
         blame: Sentences that name parameters, of a skipped step.
     """
@@ -67,6 +72,7 @@ class Facts:
     empty: int = 0
     micro_batches: int = 0
     blame: tuple[str, ...] = ()
+    learned: float | None = None
 
     def __str__(self) -> str:
         if self.kind == "accumulating":
@@ -77,7 +83,7 @@ class Facts:
         if self.scale is not None:
             figures += f", scale {self.scale:g}"
         if self.empty:
-            figures += f", {self.empty} of {self.micro_batches} micro-batches without a supervised token"
+            figures += f", {self.empty} of {self.micro_batches} micro-batches empty"
         head = "stepped" if self.reason is None else f"skipped, {self.reason}"
         return "; ".join([f"step {self.step}: {head}: {figures}", *self.blame])
 
