@@ -26,7 +26,9 @@ ENTRIES = registry.entries()
 
 def param(entry: registry.Entry, case: Case, name: str) -> Any:
     there = case.device == "cpu" or torch.cuda.is_available()
-    marks = () if there else pytest.mark.skip(reason=f"{case} needs a CUDA device")
+    marks = [] if there else [pytest.mark.skip(reason=f"{case} needs a CUDA device")]
+    if case.overflow:  # one of many alike
+        marks.append(pytest.mark.architectures)
     return pytest.param(entry, case, id=f"{entry.id}-{name}", marks=marks)
 
 

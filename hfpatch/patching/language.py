@@ -111,6 +111,7 @@ class Case:
         padded: Tokens of padding on the left of the first of the two rows.
         tokens: Length of the two rows.
         device: `cpu` or `cuda`; a case for `cuda` is run where there is such a device.
+        overflow: Scale what writes to the residual stream until the stream passes 65,504 and no branch of it does.
     """
 
     architecture: str
@@ -124,6 +125,7 @@ class Case:
     padded: int = 0
     tokens: int = 12
     device: Literal["cpu", "cuda"] = "cpu"
+    overflow: bool = False
 
     def __str__(self) -> str:
         inside = f" in {self.inside}" if self.inside else ""

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import InputError
+from hfpatch.model.overflowing import overflow
 from hfpatch.model.shrink_words import VOCABULARY
 from hfpatch.model.tiny import COMPOSITES, rescale, tiny_model
 from hfpatch.patching.language import Case
@@ -28,7 +29,7 @@ class Trial:
     @property
     def ids(self) -> torch.Tensor:
         """Token ids `[2, tokens]`, always the same."""
-        return (torch.arange(2 * self.case.tokens, device=self.case.device).reshape(2, -1) * 7 + 3) % VOCABULARY
+        return token_ids(self.case).to(self.case.device)
 
     @property
     def real(self) -> torch.Tensor:
@@ -72,6 +73,11 @@ class Trial:
             return model(input_ids=self.ids, **mask).logits.float()[self.real]
 
 
+def token_ids(case: Case) -> torch.Tensor:
+    """Token ids `[2, tokens]` of a case, always the same."""
+    return (torch.arange(2 * case.tokens).reshape(2, -1) * 7 + 3) % VOCABULARY
+
+
 def build(case: Case) -> Trial:
     """Build a case. The reference has the weights as rounded to the case's dtype.
 
@@ -80,6 +86,8 @@ def build(case: Case) -> Trial:
     """
     llm = tiny_model(case.architecture, **case.config)
     rescale(llm, case.scale, case.fill)
+    if case.overflow:
+        overflow(llm, {"input_ids": token_ids(case)})
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): want one of {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
