@@ -13,7 +13,7 @@ test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser"
 
 test-architectures: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/architectures
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m architectures tests
 
 test-browser: $(VENV)/.installed-test
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }

@@ -32,7 +32,7 @@ def main() -> None:
     from hfpatch.model.tiny import TASKS
 
     facts = header("Architectures covered", cpu_name(), "torch", "transformers", "peft", "hfpatch")
-    wanted = [(task, name) for task, (_, known) in TASKS.items() for name in sorted(known)]
+    wanted = [(task, name) for task, known in TASKS.items() for name in sorted(known)]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         found = pool.starmap(look, wanted, chunksize=4)
     facts["rows"] = [row(task, [f for f in found if f["task"] == task]) for task in TASKS]

@@ -484,15 +484,17 @@ def test_nothing_is_changed(case: str) -> None:
 
 KEYS = [
     "class", "architecture", "name", "parameters", "dtypes", "trainable", "weights_loaded", "declared_dtype",
-    "quantization", "submodels", "embeddings", "heads", "stacks", "norms", "attention", "wrappers", "adapters",
-    "hazards",
+    "quantization", "submodels", "embeddings", "heads", "layers", "stacks", "norms", "attention", "experts", "fused",
+    "buffers", "wrappers", "adapters", "hazards",
 ]  # fmt: skip
 ITEMS = {
     "submodels": {"path", "architecture", "class", "parameters"},
     "embeddings": {"submodel", "path", "class", "vocabulary", "width", "scale", "scale_at"},
     "heads": {"submodel", "path", "class", "tied"},
+    "layers": {"path", "submodel", "modality", "layers", "kinds"},
     "stacks": {"submodel", "path", "layers", "dtype"},
-    "norms": {"path", "class", "eps_name", "eps", "source", "as_built", "count"},
+    "buffers": {"path", "class", "shape", "dtype", "rotary", "count"},
+    "norms": {"path", "class", "eps_name", "eps", "source", "as_built", "count", "expected"},
     "attention": {"path", "config", "class", "implementation", "accepts", "note"},
     "wrappers": {"kind", "path"},
     "adapters": {"name", "kind", "active"},

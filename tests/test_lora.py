@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
@@ -563,3 +564,84 @@ def test_blocks_are_those_of_the_stack() -> None:
     for name in ("llama", "gpt2", "mixtral", "mamba"):
         reading = Reading(tiny_model(name))
         assert reading.blocks[""] == tuple(path for path, _ in reading.survey.stacks[""].layers)
+
+
+def leaves(paths: Any) -> set[str]:
+    """Ends of paths behind the block's index."""
+    return {re.sub(r"^.*?\.\d+\.", "", path, count=1) for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "words"),
+    [
+        ("zaya", None, "gate"),  # a router of several layers, with an output more than there are experts
+        ("nllb-moe", "seq2seq", "router|experts"),  # experts by name in a dict, a dropout among them
+        ("switch_transformers", "seq2seq", "router|experts"),
+        ("longcat_flash", None, "router|experts"),
+        ("gemma3n_text", None, "router|altup"),  # AltUp's router; its other maps are read past an adapter
+        ("deepseek_v32", None, "indexer"),  # picks positions: no gradient
+    ],
+)
+def test_what_chooses_is_no_target(name: str, task: str | None, words: str) -> None:
+    model = tiny_model(name, task=task)
+    targets = lora_targets(model)
+    assert re.search(words, " ".join(out.path for out in targets.left_out))
+    assert not re.search(rf"(^|[._])({words})[._\d]", " ".join(f"{leaf}." for leaf in leaves(targets.modules)))
+    assert adapted(injected(model, **targets.kwargs())) == expected(targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "stacks"),
+    [
+        ("t5gemma", "seq2seq", {"model.encoder.layers", "model.decoder.layers"}),
+        ("t5gemma2", "multimodal", {"model.encoder.text_model.layers", "model.decoder.layers"}),
+        (
+            "blt",
+            None,
+            {
+                "model.local_encoder.layers",
+                "model.global_transformer.layers",
+                "model.local_decoder.layers",
+                "model.local_encoder.cross_attn_layers",
+                "model.local_decoder.cross_attn_layers",
+            },
+        ),
+        ("xlm", None, {"transformer.attentions", "transformer.ffns"}),
+        ("idefics", "multimodal", {"model.layers", "model.gated_cross_attn_layers"}),
+        ("instructblip", "multimodal", {"language_model.model.decoder.layers"}),
+        ("diffusion_gemma", "multimodal", {"model.encoder.language_model.layers", "model.decoder.layers"}),
+    ],
+)
+def test_the_stacks_of_a_language_model(name: str, task: str | None, stacks: set[str]) -> None:
+    model = tiny_model(name, task=task)
+    targets = lora_targets(model)
+    assert {re.sub(r"\.\d+\..*$", "", path, count=1) for path in targets.modules} == stacks
+    assert targets.coverage.layers == targets.coverage.of_layers
+    assert adapted(injected(model, **targets.kwargs())) == expected(targets)
+
+
+def test_the_layers_of_xlm_are_counted_once() -> None:
+    model: Any = tiny_model("xlm")
+    assert lora_targets(model).coverage.of_layers == len(model.transformer.attentions)
+
+
+def test_shared_experts_in_a_stack_are_targets() -> None:
+    targets = lora_targets(tiny_model("inkling_text"))
+    assert leaves(targets.parameters) == {f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
+    assert {"mlp.experts.gate_up_proj"} <= leaves(lora_targets(tiny_model("inkling_text"), experts=True).parameters)
+
+
+def test_experts_with_all_rows_in_one_matrix() -> None:
+    assert leaves(lora_targets(tiny_model("dbrx"), experts=True).parameters) == {
+        f"ffn.experts.mlp.{n}" for n in ("w1", "v1", "w2")
+    }
+
+
+def test_bare_weights_in_a_block_are_said_and_counted() -> None:
+    model = tiny_model("xlnet")
+    targets = lora_targets(model)
+    said = {out.path.rpartition(".")[2]: out.reason for out in targets.left_out}
+    assert set(said) == {*"qkvor", "seg_embed"}
+    assert set(said.values()) == {"a bare parameter, which PEFT would take for a stack of experts"}
+    bare = sum(p.numel() for n, p in model.named_parameters() if n.rpartition(".")[2] in said)
+    assert targets.coverage.of_weights == targets.coverage.weights + bare

@@ -1,28 +1,46 @@
-"""`hfpatch inspect`: what is this model. Needs no weights."""
+"""`hfpatch inspect`: what is this model, or every architecture there is. Needs no weights."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+import typer
 
 from hfpatch.cli.common import (
     ComputeDtype,
     Json,
-    Model,
     TrustRemoteCode,
     broken_patch_files,
     quiet_transformers,
+    show,
     show_json,
 )
+from hfpatch.errors import InputError
 
 
 def inspect(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(help="A hub name, a local directory, or a config.json.", show_default=False)
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every architecture of transformers, from its default config.")
+    ] = False,
     compute_dtype: ComputeDtype = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show architecture, submodels, embedding, norms and their eps, attention, hazards, and what would be patched.
 
-    JSON: the keys of `ModelInfo.to_dict()`, and `plan` as `hfpatch plan --json` prints it.
+    JSON: the keys of `ModelInfo.to_dict()`, and `plan` as `hfpatch plan --json` prints it. With `--all`:
+    `{"versions": {package: version}, "architectures": {name: facts, or "reason" where its default does not build}}`.
     """
+    if every:
+        if model is not None or compute_dtype is not None or trust_remote_code:
+            raise InputError("--all goes with --json alone: it reads the default config of each architecture")
+        _show_all(json)
+        return
+    if model is None:
+        raise InputError("no model named: want a hub name, a directory, a config.json, or --all")
     quiet_transformers()
     broken_patch_files()
     from hfpatch.model.inspect import inspect as look
@@ -35,3 +53,13 @@ def inspect(
         show_json({**info.to_dict(), "plan": made.to_dict()})
     else:
         print(f"{info}\n\n{made}")
+
+
+def _show_all(json: bool) -> None:
+    from hfpatch.model.atlas import architectures, read_atlas
+    from hfpatch.report.progress import progress
+
+    wanted = architectures()
+    with progress(f"reading {len(wanted)} architectures", len(wanted)) as advance:
+        atlas = read_atlas(wanted, progress=advance)
+    show(atlas, json)

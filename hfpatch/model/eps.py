@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.model.added import cut_layers
-from hfpatch.model.norms import eps_name, eps_of, is_norm, same_eps
+from hfpatch.model.norms import eps_name, eps_of, is_norm, same_eps, starred
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Submodel, Survey, stock_class
 
@@ -43,7 +43,8 @@ class NormKind:
     `path` has list indices replaced by `*`. `source` is `config: <key>`, `class default` (of `__init__`),
     `hard-coded` (the class that holds the norm passes a number), `none (no eps)`, `added module`, or
     `unknown` (its class cannot be rebuilt). `as_built` is the eps that the class gives for this config;
-    it differs from `eps` where the norm was changed since.
+    it differs from `eps` where the norm was changed since. `expected` are the eps keys, with their values, of the
+    config that belongs to the transformers model around the norm: what one would expect it to follow.
     """
 
     path: str
@@ -53,6 +54,14 @@ class NormKind:
     source: str
     as_built: float | None
     count: int
+    expected: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def follows(self) -> bool:
+        """Whether eps comes from a key that one would expect; True also where no key is there to follow."""
+        owners = tuple(f"{FROM_CONFIG}{key.rpartition('.')[0]}" for key, _ in self.expected)
+        # A key of a part within that part is as good: a tower that is no model of its own follows its own config.
+        return not owners or self.source in (NO_EPS, ADDED, UNKNOWN) or self.source.startswith(owners)
 
     @property
     def changed(self) -> bool:
@@ -60,7 +69,7 @@ class NormKind:
         return self.eps is not None and self.as_built is not None and not same_eps(self.eps, self.as_built)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: path, class, eps_name, eps, source, as_built, count."""
+        """As JSON: path, class, eps_name, eps, source, as_built, count, expected {config key: value}."""
         return {
             "path": self.path,
             "class": self.cls,
@@ -69,6 +78,7 @@ class NormKind:
             "source": self.source,
             "as_built": self.as_built,
             "count": self.count,
+            "expected": dict(self.expected),
         }
 
 
@@ -88,13 +98,18 @@ def norm_kinds(survey: Survey) -> tuple[NormKind, ...]:
     for (path, name, attribute, eps), modules in found.items():
         home = max((p for p in rebuilt if _within(path, starred(p))), key=len, default=None)
         source, built = (ADDED, None) if home is None else rebuilt[home].trace(path, modules[0])
-        kinds.append(NormKind(path, name, attribute, eps, source, built, len(modules)))
+        expected = () if home is None else rebuilt[home].keys_of(_config_around(survey, survey.path(modules[0])))
+        kinds.append(NormKind(path, name, attribute, eps, source, built, len(modules), expected))
     return tuple(kinds)
 
 
-def starred(path: str) -> str:
-    """A path with list indices replaced by `*`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+def _config_around(survey: Survey, path: str) -> PreTrainedConfig | None:
+    """Config of the innermost transformers model that a module lies in."""
+    while path:
+        path = path.rpartition(".")[0]
+        if isinstance(model := survey.modules[path], PreTrainedModel):
+            return model.config
+    return None
 
 
 def _within(path: str, outer: str) -> bool:
@@ -129,6 +144,10 @@ class Rebuilt:
         default = _default(type(module))
         stays = default is not None and marker is not None and same_eps(default, marker)
         return (CLASS_DEFAULT if stays else HARD_CODED), marker
+
+    def keys_of(self, part: PreTrainedConfig | None) -> tuple[tuple[str, float], ...]:
+        """Eps keys of one part of the config, none of the parts in it, with values."""
+        return tuple((f"{owner}{key}", value) for owner, key, value in self._keys if _part(self._config, owner) is part)
 
     @cached_property
     def _short(self) -> dict[str, tuple[str, float | None]] | None:

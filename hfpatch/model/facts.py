@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from hfpatch.model.roles import Stack, weights_dtype
 from hfpatch.model.source import kept_in_float32
 from hfpatch.model.survey import Submodel, Survey
 
-_SCALES = ("embedding_multiplier", "scale_emb", "embed_scale", "normalizer")
+_SCALES = ("embedding_multiplier", "embedding_scale", "scale_emb", "embed_scale", "normalizer")
 _SWITCHES = ("mup_enabled", "rescale_embeddings")
 
 _WRAPPERS = {
@@ -53,7 +55,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """An output layer, and whether its weight is the token embedding's."""
+    """An output layer, and whether its weight is that of a token embedding, the encoder's or the decoder's."""
 
     submodel: str
     path: str
@@ -144,21 +146,20 @@ def _scale(survey: Survey, embedding: nn.Module, submodel: Submodel) -> tuple[fl
     weight = getattr(embedding, "weight", None)
     for owner in survey.modules.values():  # several where encoder and decoder share it, as a module or as a weight
         if any(c is embedding or (isinstance(c, nn.Embedding) and c.weight is weight) for c in owner.children()):
-            value, name = _applied(owner, submodel)
+            width = weight.shape[-1] if isinstance(weight, torch.Tensor) else None
+            value, name = _applied(owner, submodel, width)
             if value is not None:
                 return value, f"model: {name}"
     return None, "none"
 
 
-def _applied(owner: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
+def _applied(owner: nn.Module, submodel: Submodel, width: int | None) -> tuple[float | None, str]:
     """The factor that a module's forward puts on its embeddings, told from the names its code uses."""
     config: Any = getattr(owner, "config", submodel.model.config)
-    code = inspect.unwrap(type(owner).forward).__code__
-    used = set(code.co_names)
+    used = _names(type(owner))
     for switch in used.intersection(_SWITCHES):
         if not getattr(owner, switch, getattr(config, switch, True)):
             return None, ""
-    width = getattr(config, "hidden_size", None)
     for name in _SCALES:
         if name in used:
             value = _number(getattr(owner, name, getattr(config, name, None)))
@@ -166,9 +167,34 @@ def _applied(owner: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
                 value = float(width) ** 0.5
             if value is not None:
                 return value, name
-    if "hidden_size" in used and 0.5 in code.co_consts and width:
-        return float(width) ** 0.5, "hidden_size**0.5"
+    for name in _roots(type(owner)):
+        if width is not None and _number(getattr(owner, name, getattr(config, name, None))) == width:
+            return float(width) ** 0.5, f"{name}**0.5"
     return None, ""
+
+
+@cache
+def _names(cls: type[nn.Module]) -> frozenset[str]:
+    """Names in a class's forward, and in the methods of its own that this calls."""
+    names: set[str] = set()
+    waiting: list[Any] = [cls.forward]
+    while waiting:
+        code = getattr(inspect.unwrap(waiting.pop()), "__code__", None)
+        for name in () if code is None else code.co_names:
+            if name not in names and inspect.isfunction(method := vars(cls).get(name)):
+                waiting.append(method)
+            names.add(name)
+    return frozenset(names)
+
+
+@cache
+def _roots(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of attributes that a class's forward takes the square root of."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError):
+        return ()
+    return tuple(a or b for a, b in re.findall(r"sqrt\((?:\w+\.)+(\w+)\)|\.(\w+) *\*\* *0?\.5", source))
 
 
 def _number(value: Any) -> float | None:
@@ -187,7 +213,7 @@ def heads(survey: Survey) -> tuple[Head, ...]:
         except (NotImplementedError, AttributeError, TypeError):
             continue
         if isinstance(head, nn.Module) and id(head) not in found and id(head) in survey.paths:
-            tied = _same_weight(head, find_embedding(submodel.model))
+            tied = any(_same_weight(head, m) for m in survey.modules.values() if isinstance(m, nn.Embedding))
             found[id(head)] = Head(submodel.path, survey.path(head), type(head).__name__, tied)
     return tuple(found.values())
 

@@ -13,6 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfpatch.model import facts
 from hfpatch.model.eps import NormKind, norm_kinds
 from hfpatch.model.facts import Adapter, Attention, Embedding, Head, Wrapper, dtype_name
+from hfpatch.model.facts_buffers import Buffers, buffers_made
+from hfpatch.model.facts_experts import Experts, experts
+from hfpatch.model.facts_fused import Fused, fused
+from hfpatch.model.facts_layers import LayerList, layer_lists
 from hfpatch.model.roles import stack, stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
 from hfpatch.model.survey import Submodel, Survey
@@ -35,7 +39,7 @@ class SubmodelInfo:
 
 @dataclass(frozen=True)
 class StackInfo:
-    """A decoder stack: the path of its list of layers, how many, and the dtype of its residual stream."""
+    """A residual stream: the path of its list of layers, how many, and the dtype the stream is in."""
 
     submodel: str
     path: str
@@ -67,9 +71,13 @@ class ModelInfo:
     submodels: tuple[SubmodelInfo, ...]
     embeddings: tuple[Embedding, ...]
     heads: tuple[Head, ...]
+    layers: tuple[LayerList, ...]
     stacks: tuple[StackInfo, ...]
     norms: tuple[NormKind, ...]
     attention: tuple[Attention, ...]
+    experts: tuple[Experts, ...]
+    fused: tuple[Fused, ...]
+    buffers: tuple[Buffers, ...]
     wrappers: tuple[Wrapper, ...]
     adapters: tuple[Adapter, ...]
     hazards: tuple[str, ...]
@@ -79,8 +87,8 @@ class ModelInfo:
 
         class, architecture (None for a hand-written composite), name (hub name or directory), parameters,
         dtypes {dtype: parameters}, trainable, weights_loaded, declared_dtype, quantization, submodels,
-        embeddings, heads, stacks, norms, attention, wrappers, adapters, hazards; lists hold what the
-        `to_dict` of each item says.
+        embeddings, heads, layers, stacks, norms, attention, experts, fused, buffers (those in no checkpoint),
+        wrappers, adapters, hazards; lists hold what the `to_dict` of each item says.
         """
         values = {"class" if k == "cls" else k: v for k, v in vars(self).items()}
         values["dtypes"] = dict(self.dtypes)
@@ -90,7 +98,7 @@ class ModelInfo:
         }
 
     def sheets(self) -> tuple[Sheet, ...]:
-        """As tables: facts, submodels where there are several, norms, attention with the hazards as notes."""
+        """As tables: facts, submodels where there are several, layers, experts, norms, attention, hazards."""
         from hfpatch.model.inspect_sheets import sheets
 
         return sheets(self)
@@ -148,12 +156,16 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         submodels=tuple(_submodel(s, total if s.model is model is survey.root else None) for s in survey.submodels),
         embeddings=facts.embeddings(survey),
         heads=facts.heads(survey),
+        layers=layer_lists(survey),
         stacks=tuple(
             StackInfo(s.path, found.path, len(found.layers), dtype_name(dtype) if dtype else None)
             for s, found, dtype in stacks
         ),
         norms=norm_kinds(survey),
         attention=attention,
+        experts=experts(survey),
+        fused=fused(survey),
+        buffers=buffers_made(survey),
         wrappers=facts.wrappers(survey),
         adapters=facts.adapters(survey),
         hazards=tuple(facts.hazards(survey, stacks, attention, dtypes)),

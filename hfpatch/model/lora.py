@@ -204,13 +204,13 @@ def coverage_of(reading: Reading, matrices: list[Matrix], adapted: set[str]) -> 
     """Coverage of the blocks that these matrices lie in, by the adapted paths among them."""
     inside = [m for m in matrices if m.block is not None]
     homes = {reading.home(m.block) for m in inside if m.block is not None}
-    blocks = sum(len(reading.blocks[home]) for home in homes)
+    blocks = {reading.layer(block) for home in homes for block in reading.blocks[home]}
     hit = [m for m in inside if m.path in adapted]
     return Coverage(
         weights=sum(m.weights for m in hit),
         of_weights=sum(m.weights for m in inside),
-        layers=len({m.block for m in hit}),
-        of_layers=blocks,
+        layers=len({reading.layer(m.block) for m in hit if m.block is not None}),
+        of_layers=len(blocks),
         of_experts=sum(m.weights for m in inside if m.kind == "routed expert"),
     )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,11 +32,11 @@ def features(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def refusal(frame: nn.Module, place: Place, parent: nn.Module) -> str:
+def refusal(kind: str, place: Place, parent: nn.Module) -> str:
     """Why an adapter on a linear map would be refused or passed by; empty where it would work.
 
     Args:
-        frame: The module PEFT would be given.
+        kind: The `model_type` of the module PEFT would be given.
         place: The linear map.
         parent: The module that holds it.
     """
@@ -45,7 +47,7 @@ def refusal(frame: nn.Module, place: Place, parent: nn.Module) -> str:
         return f"{type(parent).__name__} reads {name}.weight itself in one of its paths, past an adapter"
     if not _maps_as_linear(type(place.module), place.module):
         return f"the forward of {type(place.module).__name__} is not that of one linear map"
-    return _refused_by_peft(frame, place, name)
+    return _refused_by_peft(kind, place, name)
 
 
 @cache
@@ -62,11 +64,34 @@ _READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|devic
 
 @cache
 def _weights_read(cls: type) -> tuple[str, ...]:
+    return tuple(_READ.findall(source(cls)))
+
+
+@cache
+def multiplies(cls: type, name: str) -> bool:
+    """Whether a class multiplies by its own parameter `self.<name>`, as a linear map does by its weight."""
+    product = r"(?:linear|matmul|einsum|bmm|baddbmm|addmm|mm)\("
+    own = rf"self\.{re.escape(name)}\b"
+    return re.search(rf"{product}[^()]*{own}|@ *{own}|{own}\.(?:T|t\(\)|transpose)|{own} *@", source(cls)) is not None
+
+
+@cache
+def source(cls: type) -> str:
+    """Source of a class and of those of its bases that are not torch's; empty where there is none to read."""
+    bases = [c for c in cls.__mro__ if c is not object and not c.__module__.startswith("torch.")]
+    return "\n".join(_source_of(c) for c in bases)
+
+
+@cache
+def _source_of(cls: type) -> str:
     try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ()
-    return tuple(_READ.findall(source))
+        if "." in cls.__qualname__:
+            return inspect.getsource(cls)
+        text = inspect.getsource(sys.modules[cls.__module__])  # of a class it parses its whole file, each time
+    except (OSError, TypeError, KeyError):
+        return ""
+    found = re.search(rf"^class {re.escape(cls.__name__)}\b.*?(?=^[^\s#)]|\Z)", text, re.MULTILINE | re.DOTALL)
+    return "" if found is None else found.group()
 
 
 _LINEAR: dict[type, bool] = {}
@@ -92,21 +117,29 @@ def _maps_as_linear(cls: type, module: nn.Module) -> bool:
     return _LINEAR[cls]
 
 
-def _refused_by_peft(frame: nn.Module, place: Place, name: str) -> str:
+def _refused_by_peft(kind: str, place: Place, name: str) -> str:
+    if _refused_by_name(name, kind):
+        return f"PEFT refuses {name} in a model of type {kind}"
+    if place.wrapper is not None or isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
+        return ""
+    return _class_refused(place.module)
+
+
+@cache
+def _refused_by_name(name: str, kind: str) -> bool:
+    """Whether PEFT takes no module of this name in models of this type (the Mamba family)."""
     from peft import LoraConfig
     from peft.tuners import tuners_utils
 
     check: Any = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
-    if check is not None and name in {"out_proj", "conv1d"}:
-        try:
-            check(LoraConfig(), frame, name)
-        except ValueError:
-            return (
-                f"PEFT refuses {name} in a model of type {getattr(getattr(frame, 'config', None), 'model_type', None)}"
-            )
-    if place.wrapper is not None or isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
-        return ""
-    return _class_refused(place.module)
+    if check is None:
+        return False
+    frame = SimpleNamespace(config=SimpleNamespace(model_type=kind))
+    try:
+        check(LoraConfig(), frame, name)
+    except ValueError:
+        return True
+    return False
 
 
 def _class_refused(module: nn.Module) -> str:

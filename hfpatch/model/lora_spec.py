@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.model.lora_places import own_parameters
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -38,13 +40,14 @@ class Namer:
 
     def __init__(self, reading: Reading) -> None:
         self.frame: nn.Module = reading.frame
+        self.places = reading.places
         self.keys: tuple[str, ...] = tuple(path for path in reading.places if path)
-        self.parameters: tuple[str, ...] = tuple(
-            f"{path}.{name}"
-            for path, place in reading.places.items()
-            for name, _ in place.module.named_parameters(recurse=False)
-        )
         self._taken: dict[str, bool] = {}
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Whole paths of the parameters."""
+        return tuple(f"{path}.{name}" for path, place in self.places.items() for name in own_parameters(place.module))
 
     def converted(self, config: Any) -> Any:
         """A copy of a config as PEFT rewrites it for this model before it matches; None where PEFT raises.
@@ -72,6 +75,13 @@ class Namer:
             self._taken[leaf] = got is None or set(got.target_modules or ()) != {leaf}
         return self._taken[leaf]
 
+    def _rewrites(self, leaves: set[str]) -> bool:
+        """Whether PEFT changes a list of these names in any way."""
+        from peft import LoraConfig
+
+        got = self.converted(LoraConfig(target_modules=sorted(leaves)))
+        return got is None or set(got.target_modules or ()) != leaves
+
     @cached_property
     def keeps_patterns(self) -> bool:
         """Whether a regular expression reaches PEFT's matching as it was written."""
@@ -84,7 +94,11 @@ class Namer:
     def matched(self, names: Iterable[str]) -> set[str]:
         """Modules that a list of names matches."""
         wanted = set(names)
-        return {key for key in self.keys if _ends(key, wanted)}
+        leaves = {name for name in wanted if "." not in name}
+        ends = tuple(wanted - leaves)
+        if ends:
+            return {key for key in self.keys if _ends(key, wanted)}
+        return {key for key in self.keys if key.rpartition(".")[2] in leaves}
 
     def matched_by(self, config: Any) -> set[str] | None:
         """Modules that a config matches, all of its fields and PEFT's rewriting counted in; None where PEFT raises."""
@@ -108,8 +122,10 @@ class Namer:
 
     def spec(self, modules: Sequence[str], parameters: Sequence[str]) -> Spec:
         """The spec for linear maps and parameters given by their whole paths."""
-        direct = [path for path in modules if not self.taken(path)]
-        through = tuple(path for path in modules if self.taken(path))
+        leaves = {path.rpartition(".")[2] for path in modules}
+        taken = {leaf for leaf in leaves if self.taken(leaf)} if leaves and self._rewrites(leaves) else set[str]()
+        direct = [path for path in modules if path.rpartition(".")[2] not in taken]
+        through = tuple(path for path in modules if path.rpartition(".")[2] in taken)
         named = self.parameter_names([*(f"{path}.weight" for path in through), *parameters])
         targets, exclude = self.names(direct)
         return Spec(targets, named, exclude, through)
@@ -137,6 +153,8 @@ class Namer:
 
     def parameter_names(self, wanted: Sequence[str]) -> tuple[str, ...]:
         """For each parameter the shortest end of its path, from its module on, that ends none but those wanted."""
+        if not wanted:
+            return ()
         others = {end for key in set(self.parameters) - set(wanted) for end in _ends_of(key)}
         return tuple(dict.fromkeys(next((e for e in _ends_of(p)[1:] if e not in others), p) for p in wanted))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
-from hfpatch.model.shrink_words import AUDIO, DEFAULTS, LISTS, QUIRKS, SIZES, UNSET, VISION, VOCABULARY
+from hfpatch.model.shrink_words import AUDIO, DEFAULTS, QUIRKS, SIZES, UNSET, VISION, VOCABULARY
 
 
 def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
@@ -26,16 +27,22 @@ def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
         if (part := getattr(have, name, None)) is not None:
             wanted = overrides if name == "text_config" else {}
             kept[name] = {**shrunk(type(part), _kind(name, part), **wanted), "model_type": type(part).model_type}
-    for key, value in QUIRKS.get(cls.model_type, {}).items():
-        kept[key] = {**kept.get(key, {}), **value} if isinstance(value, dict) else value
+    for key, value in copy.deepcopy(QUIRKS.get(cls.model_type, {})).items():  # configs may write into theirs
+        kept[key] = {**_mapping(kept.get(key, getattr(have, key, None))), **value} if isinstance(value, dict) else value
     return kept | overrides if whole else kept
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _default(cls: Any) -> Any:
-    return cls(**DEFAULTS.get(cls.model_type, {}))
+    return cls(**copy.deepcopy(DEFAULTS.get(cls.model_type, {})))
 
 
 def _kind(name: str, part: Any) -> str:
+    if name == "text_config":
+        return "text"
     words = f"{name} {type(part).model_type}"
     if any(w in words for w in ("vision", "vq", "image", "vit", "siglip", "visual")):
         return "vision"
@@ -52,14 +59,20 @@ def _sizes(have: Any, kind: str, wanted_layers: int | None) -> dict[str, Any]:
         if isinstance(value, bool) or _computed(have, key):
             continue
         if isinstance(value, list):  # one for each layer: as many as the layers that stay
-            if common in wanted and len(value) == getattr(have, "num_hidden_layers", None):
+            if isinstance(wanted.get(common), list):
+                kept[key] = list(wanted[common])
+            elif common in wanted and len(value) == getattr(have, "num_hidden_layers", None):
                 kept[key] = [wanted[common]] * wanted["num_hidden_layers"]
+            elif common in wanted and len(value) == 2:  # height and width, or one for text and one for images
+                kept[key] = [wanted[common]] * 2
             continue
-        if common in wanted and (value is not None or common in UNSET):
+        if common in wanted and not isinstance(wanted[common], list) and (value is not None or common in UNSET):
             kept[key] = wanted[common]
         if common == "num_hidden_layers" and isinstance(value, int):
             layers = value, wanted_layers or wanted[common]
     kept.update(_tokens(have))
+    if getattr(have, "is_encoder_decoder", False):
+        kept["decoder_start_token_id"] = 1
     if "kv_lora_rank" in kept and "num_key_value_heads" in kept:  # latent attention expands to every head
         kept["num_key_value_heads"] = kept["num_attention_heads"]
     if layers:
@@ -77,7 +90,7 @@ def _lists(have: Any, kept: Mapping[str, Any], layers: int, fewer: int) -> dict[
     """Lists with an entry a layer, cut at the same places."""
     said = have.to_dict()
     full = {k: v for k, v in said.items() if isinstance(v, list) and len(v) == layers and not _computed(have, k)}
-    full = {k: v for k, v in full.items() if k not in LISTS and k not in SIZES}
+    full = {k: v for k, v in full.items() if k not in SIZES}
     own: dict[int, Any] = {int(k): v for k, v in said.get("per_layer_config", {}).items()}
     if not full:
         return {}
@@ -97,8 +110,8 @@ def _lists(have: Any, kept: Mapping[str, Any], layers: int, fewer: int) -> dict[
 
 
 def _scaled(said: Mapping[str, Any], kept: Mapping[str, Any], key: str, value: Any) -> Any:
-    """What a layer has of its own, as much larger than the rest as it was."""
-    return kept[key] * value // said[key] if key in kept else value
+    """What a layer has of its own, as much larger than the rest as it was; two experts at least."""
+    return max(2, kept[key] * value // said[key]) if key in kept else value
 
 
 def _tokens(have: Any) -> dict[str, Any]:
@@ -110,8 +123,8 @@ def _tokens(have: Any) -> dict[str, Any]:
             continue
         if key in ("bos_token_id", "eos_token_id", "decoder_start_token_id"):
             kept[key] = 1
-        elif key == "pad_token_id" and not isinstance(value, int):
-            kept[key] = None
+        elif key == "pad_token_id":
+            kept[key] = 0 if isinstance(value, int) else None
         elif isinstance(value, int):
             kept[key], free = free, free - 1
     return kept

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hfpatch.errors import InputError, ModelNotFoundError
+from hfpatch.model.fault import field_at_fault
 from hfpatch.model.limits import check_sizes, suspects
 
 CONFIG = "config.json"
@@ -103,15 +104,21 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     dtype = declared_dtype(config)
     cls: Any = None
+
+    def build(given: PreTrainedConfig) -> PreTrainedModel:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
+            return cls._from_config(given, dtype=dtype)
+
+    whole = copy.deepcopy(config)  # a class may have written to the other before it failed
     try:
         cls = model_class(config)
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
-            model: PreTrainedModel = cls._from_config(config, dtype=dtype)
+        model = build(config)
     except InputError:
         raise
     except REJECTIONS as error:
         whose = cls.__name__ if cls is not None else f"the class for {config.model_type!r}"
-        _reject(f"{name}: {whose} rejects this config", error, vars(config))
+        at_fault = "" if cls is None else field_at_fault(whole, build, error, REJECTIONS)
+        _reject(f"{name}: {whose} rejects this config", error, vars(config), at_fault)
     _keep_in_float32(model, dtype)
     return model
 
@@ -175,6 +182,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             if kind in mapping:
                 hit = mapping[kind]
                 return hit[0] if isinstance(hit, (list, tuple)) else hit
+    for auto in _AUTO:  # some config classes go by two architectures' names, and are found under one alone
+        names: Any = getattr(getattr(modeling_auto, auto)._model_mapping, "_model_mapping", {})
+        cls = getattr(transformers, str(names.get(config.model_type)), None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and _takes(cls, config):
+            return cls
     raise InputError(
         f"{type(config).__name__} ({config.model_type!r}): transformers {transformers.__version__} builds no model "
         "from it; name the config of a whole model"
@@ -354,7 +366,7 @@ def _place(file: Path, name: str | Path) -> str:
     return _directory(file) if Path(name).expanduser().exists() else str(name)
 
 
-def _reject(what: str, error: Exception, values: Mapping[str, Any]) -> NoReturn:
+def _reject(what: str, error: Exception, values: Mapping[str, Any], at_fault: str = "") -> NoReturn:
     if isinstance(error, _HTTP_ERROR):
         part = f" ({values['backbone']})" if isinstance(values.get("backbone"), str) else ""
         raise InputError(f"{what}: it names a part on the hub{part}, which cannot be fetched") from error
@@ -362,7 +374,11 @@ def _reject(what: str, error: Exception, values: Mapping[str, Any]) -> NoReturn:
     text = re.sub(r"\s+", " ", str(cause)).partition(" Should contain one of")[0]  # 500 names
     text = text.strip().rstrip(".") or "no reason given"
     text = text if len(text) <= 300 else f"{text[:297]}..."
+    if isinstance(cause, ImportError) and (package := re.search(r"requires the (\S+) library", text)):
+        raise InputError(f"{what}: it needs the package {package[1]}, which is not installed") from error
     odd = [f"{path} is {value!r}" for path, value in suspects(values, cause) if path.rpartition(".")[2] not in text]
+    if at_fault and (not odd or isinstance(cause, KeyError)):
+        odd = [at_fault]
     hint = f" ({', '.join(list(dict.fromkeys(odd))[:3])})" if odd else ""
     todo = "install what it needs" if isinstance(cause, ImportError) else "correct the config"
     raise InputError(f"{what}: {type(cause).__name__}: {text}{hint}; {todo}") from error

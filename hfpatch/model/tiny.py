@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.errors import InputError
@@ -22,16 +17,24 @@ from hfpatch.model.composites_lora import peft_all, peft_qv
 from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.model.shrink import shrunk
 
-TASKS: dict[str, tuple[Any, Mapping[str, Any]]] = {
-    "multimodal": (AutoModelForMultimodalLM, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
-    "seq2seq": (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+TASKS: dict[str, Mapping[str, str]] = {
+    "multimodal": cast("Mapping[str, str]", modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
+    "seq2seq": cast("Mapping[str, str]", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "causal": cast("Mapping[str, str]", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
 }
-"""What a tiny model may be, the richest first: the auto class that builds it, and the architectures it knows."""
+"""What a tiny model may be, the richest first: the architectures that transformers knows for it, with their classes."""
+
+_TIMM = "its image tower is built by timm, which needs the torchvision made for this torch"
+NOT_TINY: dict[str, str] = {
+    "fast_vlm": _TIMM,
+    "gemma3n": f"{_TIMM}; its text model is the architecture gemma3n_text",
+    "perception_lm": _TIMM,
+}
+"""Architectures that no tiny model is built of, with the reason."""
 
 
 def tiny_config(architecture: str, **overrides: Any) -> Any:
-    """A config of some ten thousand parameters.
+    """A config of a toy: a vocabulary of 64, width 32, four layers of text and two of each tower.
 
     Args:
         architecture: `config.model_type`.
@@ -49,6 +52,8 @@ def tiny_config(architecture: str, **overrides: Any) -> Any:
 def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny model in evaluation mode, float32, with eager attention (sdpa on a CPU hides NaN).
 
+    It has some ten thousand to a million parameters. `example_inputs` makes a training batch for it.
+
     Args:
         architecture: `config.model_type`.
         task: multimodal | seq2seq | causal; None takes the first of them that the architecture has.
@@ -56,30 +61,32 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
         overrides: Config values, those of the text part where there are several.
 
     Raises:
-        InputError: transformers knows no such architecture, or has no model of it for this task.
+        InputError: transformers knows no such architecture, has no model of it for this task, or cannot build one
+            here (`NOT_TINY`).
     """
     config = tiny_config(architecture, **overrides)
-    tasks = [name for name, (_, known) in TASKS.items() if architecture in known]
+    tasks = [name for name, known in TASKS.items() if architecture in known]
     if task is not None and task not in tasks:
         raise InputError(
             f"tiny_model({architecture!r}, task={task!r}): transformers has it for {', '.join(tasks) or 'no task here'}"
         )
     if not tasks:
         raise InputError(f"tiny_model({architecture!r}): transformers has no language model of it; {', '.join(TASKS)}")
-    build: Any = TASKS[task or tasks[0]][0]
+    if reason := NOT_TINY.get(architecture):
+        raise InputError(f"tiny_model({architecture!r}): {reason}")
+    cls: Any = getattr(transformers, TASKS[task or tasks[0]][architecture])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build.from_config(_of_task(build, config), attn_implementation="eager", dtype=torch.float32)
+        model = cls._from_config(_of_class(cls, config), attn_implementation="eager", dtype=torch.float32)
     return model.eval()
 
 
-def _of_task(build: Any, config: Any) -> Any:
-    """The part of a config that the class of this task takes, where it is not the whole."""
-    wanted: Any = build._model_mapping[type(config)].config_class
-    if isinstance(config, wanted):
+def _of_class(cls: Any, config: Any) -> Any:
+    """The part of a config that a model class takes, where it is not the whole."""
+    if isinstance(config, cls.config_class):
         return config
     parts = (getattr(config, name) for name in type(config).sub_configs)
-    return next((part for part in parts if isinstance(part, wanted)), config)
+    return next((part for part in parts if isinstance(part, cls.config_class)), config)
 
 
 def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, float]) -> None:

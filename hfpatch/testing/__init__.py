@@ -1,5 +1,6 @@
-"""For authors of patches and libraries: tiny models, and the proof of a patch's own cases."""
+"""For authors of patches and libraries: tiny models with inputs for them, and the proof of a patch's own cases."""
 
+from hfpatch.model.example import example_inputs as example_inputs
 from hfpatch.model.tiny import SpeechLLM as SpeechLLM
 from hfpatch.model.tiny import tiny_model as tiny_model
 from hfpatch.patching.verify import CaseResult as CaseResult

@@ -1,0 +1,63 @@
+"""The tokens of an example batch, and placeholders among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BATCH = 2
+LENGTH = 12
+BEFORE = 4
+"""Tokens before the image or the sound."""
+
+TOKENS: dict[str, tuple[str, ...]] = {
+    "image": ("image_token_id", "image_token_index", "image_patch_id"),
+    "video": ("video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
+"""What a config calls the token that stands for a feature of an image, a video or a sound."""
+
+STARTS = {"image": ("vision_start_token_id", "image_start_token_id"), "audio": ("audio_start_token_id",)}
+ENDS = {"image": ("vision_end_token_id", "image_end_token_id"), "audio": ("audio_end_token_id",)}
+
+
+def text() -> dict[str, torch.Tensor]:
+    """Tokens that stay clear of the special ones at both ends of the vocabulary, each [2, 12]."""
+    ids = (torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) * 7 + 3) % 40 + 2
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def placeholder(config: Any, kind: str) -> int | None:
+    """The token that stands for a feature of an image, a video or a sound; None where the config has none."""
+    return _first(config, TOKENS[kind])
+
+
+def placeholders(config: Any, kind: str, count: int) -> list[int]:
+    """`count` placeholder tokens between those that begin and end an image or a sound, where there are such."""
+    token = placeholder(config, kind)
+    if token is None or not count:
+        return []
+    ends = [_first(config, names.get(kind, ())) for names in (STARTS, ENDS)]
+    begin, end = [[token] if token is not None else [] for token in ends]
+    return [*begin, *[token] * count, *end]
+
+
+def insert(batch: dict[str, Any], tokens: list[int]) -> None:
+    """Put tokens that are not to be predicted into each row of a batch, after its first ones."""
+    for key, new in (("input_ids", tokens), ("attention_mask", [1] * len(tokens)), ("labels", [-100] * len(tokens))):
+        if key not in batch:
+            continue
+        between = torch.tensor(new, dtype=torch.long).expand(BATCH, -1)
+        batch[key] = torch.cat([batch[key][:, :BEFORE], between, batch[key][:, BEFORE:]], dim=1)
+
+
+def wave(*shape: int) -> torch.Tensor:
+    """Values between -1 and 1, the same each time: an image or a sound."""
+    return torch.linspace(-40.0, 40.0, int(torch.Size(shape).numel())).sin().reshape(shape)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((token for name in names if (token := getattr(config, name, None)) is not None), None)
