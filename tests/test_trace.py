@@ -187,6 +187,17 @@ class TestOperation:
         assert t.steps[0].scale == 2.0**20
         assert "under the loss scale 1,048,576; without the scale it fits" in found.why
 
+    def test_two_additive_masks_that_are_summed_are_meant(self) -> None:
+        """Of order and of padding: the lowest float32 twice is -Inf, which the softmax turns into 0."""
+        lowest = torch.finfo(torch.float32).min
+        order = torch.full((4, 4), lowest).triu(1)
+        padding = torch.tensor([0.0, 0.0, lowest, lowest])
+        model = Chain(nn.Linear(4, 4), Do(lambda x: x + (order + padding)), nn.Softmax(-1), nn.Linear(4, 4))
+        t = trained(model, torch.randn(4, 4))
+        assert t.first_bad is None
+        saturated = Chain(nn.Linear(4, 4), Do(lambda x: (x * 0 + lowest) + (x * 0 + lowest) * 0.5), nn.Linear(4, 4))
+        assert trained(saturated, torch.randn(4, 4)).first_bad is not None
+
     def test_without_the_scale_nothing_is_wrong(self, ids: torch.Tensor) -> None:
         assert trained(mixtral(1), input_ids=ids, labels=ids).first_bad is None
 

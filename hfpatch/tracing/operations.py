@@ -153,7 +153,9 @@ class Operations(TorchDispatchMode):
         nan, posinf, neginf = _flags(result)
         carried = frozenset[int]().union(*(k.marks for k in before))
         given = any(k.bad and not k.marks for k in before)
-        meant = any(k.neginf for k in before) or _writes_neginf(args, kwargs)
+        meant = (
+            any(k.neginf for k in before) or _writes_neginf(args, kwargs) or (neginf and _adds_masks(name, operands))
+        )
         bad = nan or posinf or (neginf and not meant)
         masked_row = (
             name in SOFTMAX and nan and not any(_has_nan_or_posinf(k, t) for k, t in zip(before, operands, strict=True))
@@ -250,6 +252,13 @@ def _storage(tensor: torch.Tensor) -> int:
 def _writes_neginf(args: Any, kwargs: Any) -> bool:
     """Whether -Inf is among the numbers an operation was given (`masked_fill(mask, -inf)`, `full`)."""
     return float("-inf") in _numbers((args, kwargs.values()))
+
+
+def _adds_masks(name: str, operands: list[torch.Tensor]) -> bool:
+    """Whether additive masks are summed, of order and of padding: they hold the dtype's lowest, and nothing above 0."""
+    return name == "add" and all(
+        t.numel() and float(t.min()) == torch.finfo(t.dtype).min and float(t.max()) <= 0 for t in operands
+    )
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +30,12 @@ from hfpatch.model.tiny import tiny_model
 
 pytestmark = pytest.mark.architectures
 
-MAPPINGS: dict[str, Mapping[str, Any]] = {
+MAPPINGS: dict[str, Any] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "multimodal": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
-EVERY = [(task, name) for task, names in MAPPINGS.items() for name in sorted(names)]
+EVERY: list[tuple[str, str]] = [(task, name) for task, names in MAPPINGS.items() for name in sorted(names)]
 
 SWEPT = (29, 30, 29, 27, 27, 29, 29, 28, 29, 29, 29, 28)
 """Models of each shard, counted on transformers 5.24: 192 causal, 113 multimodal, 38 encoder-decoder."""
