@@ -20,7 +20,7 @@ BRANCH = 62_000.0
 WEIGHT = 40_000.0
 """The largest weight there may be."""
 STEP = 1.2
-TRIES = 100
+TRIES = 60
 
 
 def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
@@ -46,11 +46,13 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
         if not branch < BRANCH / STEP:
             break
         grown = [p for p in last if float(p.abs().max()) < WEIGHT / STEP] or before
-        if not grown or max(float(p.abs().max()) for p in grown) > WEIGHT:
+        largest = max((float(p.abs().max()) for p in grown), default=WEIGHT + 1)
+        if largest > WEIGHT:
             break
+        far = min(STREAM / stream, BRANCH / branch, WEIGHT / largest) / 2 if stream and branch and largest else 2.0
         with torch.no_grad():
             for parameter in grown:
-                parameter.mul_(STEP)
+                parameter.mul_(max(STEP, far))  # large steps while all is small
         stream, branch = _peaks(model, found, inputs)
     raise InputError(
         f"{type(model).__name__}: the stream reaches {stream:.3g} and a branch {branch:.3g}, which is not an overflow "
