@@ -9,7 +9,6 @@ import functools
 import inspect
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import plain
+from hfpatch.model.code import tree_of
 from hfpatch.model.source import REJECTIONS
 
 if TYPE_CHECKING:
@@ -101,9 +101,8 @@ def _read(model: nn.Module) -> Swallowed | None:
     """What the code of forward says; None where it divides the loss, or where that cannot be told."""
     cls = type(model)
     catch_all = _catch_all(cls)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
+    tree = tree_of(cls.forward)
+    if tree is None:
         return None
     words = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     words |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

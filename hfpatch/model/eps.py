@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.model.added import cut_layers
-from hfpatch.model.norms import eps_name, eps_of, is_norm, same_eps, starred
+from hfpatch.model.norms import eps_name, eps_of, is_norm, same_eps
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import Submodel, Survey, stock_class
+from hfpatch.model.survey import Submodel, Survey, starred, stock_class
 
 FROM_CONFIG = "config: "
 CLASS_DEFAULT = "class default"
@@ -98,18 +98,10 @@ def norm_kinds(survey: Survey) -> tuple[NormKind, ...]:
     for (path, name, attribute, eps), modules in found.items():
         home = max((p for p in rebuilt if _within(path, starred(p))), key=len, default=None)
         source, built = (ADDED, None) if home is None else rebuilt[home].trace(path, modules[0])
-        expected = () if home is None else rebuilt[home].keys_of(_config_around(survey, survey.path(modules[0])))
+        around = survey.around(survey.path(modules[0]))
+        expected = () if home is None or around is None else rebuilt[home].keys_of(around[1].config)
         kinds.append(NormKind(path, name, attribute, eps, source, built, len(modules), expected))
     return tuple(kinds)
-
-
-def _config_around(survey: Survey, path: str) -> PreTrainedConfig | None:
-    """Config of the innermost transformers model that a module lies in."""
-    while path:
-        path = path.rpartition(".")[0]
-        if isinstance(model := survey.modules[path], PreTrainedModel):
-            return model.config
-    return None
 
 
 def _within(path: str, outer: str) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hfpatch.model.norms import starred
-from hfpatch.model.survey import Survey
+from hfpatch.model.survey import Survey, starred
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.model.norms import starred
-from hfpatch.model.survey import Survey
+from hfpatch.model.survey import CONVOLUTIONS, Survey, starred
 
 STACKED, LISTED = "stacked parameters", "list of modules"
 
-_CONVOLUTIONS = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
 _COUNT = re.compile(r"experts(_for_\w+)?$|^moe_num_experts$")
 _CHOSEN = re.compile(r"^(num_)?(experts_)?top_?k(_experts)?$|experts_per_tok|num_selected_experts|^moe_(k|top_?k)$")
 _ROUTER = re.compile(r"gate|router|classifier|switch")
@@ -121,7 +119,7 @@ def _is_stack(children: list[nn.Module]) -> bool:
 
 def _stacked(module: nn.Module, stacks: dict[str, nn.Parameter], counts: frozenset[int]) -> int | None:
     """How many experts are stacked in a module's own parameters; None where there are none."""
-    if isinstance(module, (_CONVOLUTIONS, nn.Linear, nn.Embedding)):
+    if isinstance(module, (CONVOLUTIONS, nn.Linear, nn.Embedding)):
         return None
     named = "expert" in type(module).__name__.lower()
     deep = [int(p.shape[0]) for p in stacks.values() if p.dim() == 3 and min(p.shape) > 1]

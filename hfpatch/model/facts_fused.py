@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import nn
 
-from hfpatch.model.norms import starred
-from hfpatch.model.survey import Survey
+from hfpatch.model.code import is_self, tree_of
+from hfpatch.model.survey import Survey, starred
 
 _SPLITS = frozenset(("chunk", "split", "unbind", "tensor_split", "split_with_sizes"))
 _FACTS = frozenset(("shape", "dtype", "device", "size", "ndim", "numel", "dim", "stride"))
@@ -174,7 +173,7 @@ class _Reading:
         if isinstance(node, ast.Attribute):
             if node.attr in _FACTS:
                 return frozenset()
-            own = _is_self(node.value) and node.attr in self._names
+            own = is_self(node.value) and node.attr in self._names
             return frozenset((node.attr,)) if own else self._origins(node.value, values)
         if isinstance(node, ast.Call):
             return self._call(node, values)
@@ -202,7 +201,7 @@ class _Reading:
             return frozenset()
         if joins and node.args and isinstance(node.args[0], (ast.Tuple, ast.List)):
             self._joins.append({e.id for e in node.args[0].elts if isinstance(e, ast.Name)})
-        if _is_self(function.value):
+        if is_self(function.value):
             if function.attr in self._names:
                 return frozenset((function.attr,))
             tree = _tree(self._cls, function.attr)
@@ -227,10 +226,6 @@ def _selects(index: ast.expr) -> bool:
     return any(isinstance(e, ast.Constant) and isinstance(e.value, int) for e in index.elts[1:])
 
 
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
 @cache
 def _tree(cls: type[nn.Module], name: str) -> ast.FunctionDef | None:
     """A method of a class as a tree; None for what is no method, is torch's own, or has no source."""
@@ -238,8 +233,5 @@ def _tree(cls: type[nn.Module], name: str) -> ast.FunctionDef | None:
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or function.__module__.startswith("torch."):
         return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
-        return None
-    return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+    tree = tree_of(function)
+    return tree if isinstance(tree, ast.FunctionDef) else None

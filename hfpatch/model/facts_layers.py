@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from hfpatch.model.attention import eager_function
 from hfpatch.model.embed import find_embedding
-from hfpatch.model.norms import is_norm, starred
-from hfpatch.model.survey import ADAPTERS, Survey
+from hfpatch.model.norms import is_norm
+from hfpatch.model.survey import ADAPTERS, CONVOLUTIONS, Survey, starred
 
 TEXT, VISION, AUDIO, OTHER = "text", "vision", "audio", "other"
 
@@ -31,7 +31,6 @@ CONVOLUTION = "convolution"
 
 _STATES = frozenset(("A_log", "D", "time_decay"))
 _LISTS = (nn.ModuleList, nn.Sequential)
-_CONVOLUTIONS = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
 _INPUTS = (
     (re.compile(r"pixel|flattened_patches|image|video"), VISION),
     (re.compile(r"input_features|input_values|audio|spectrogram"), AUDIO),
@@ -145,14 +144,18 @@ class _Layers:
                     mixing.append((path, items))
             else:
                 bare.append((path, items))
-        homes = {_home(self.survey, path) for path, _ in mixing}
+        homes = {self._home(path) for path, _ in mixing}
         longest: dict[str, tuple[str, Items]] = {}
         for path, items in bare:
-            home = _home(self.survey, path)
+            home = self._home(path)
             if home not in homes and len(items) > max(1, len(longest.get(home, ("", []))[1])):
                 longest[home] = (path, items)
         order = {path: i for i, path in enumerate(self.survey.modules)}
         yield from sorted((*mixing, *longest.values()), key=lambda found: order[found[0]])
+
+    def _home(self, path: str) -> str:
+        around = self.survey.around(path)
+        return "" if around is None else around[0]
 
     def _is_stage(self, item: nn.Module) -> bool:
         """Whether a list in an item has whole layers for items: the step of a pyramid."""
@@ -198,7 +201,7 @@ class _Layers:
         """What kind of mixer a module is; None for one that is none, or merely holds one."""
         if isinstance(module, _LISTS):
             return None
-        if isinstance(module, _CONVOLUTIONS):
+        if isinstance(module, CONVOLUTIONS):
             return CONVOLUTION if max(module.kernel_size) > 1 else None
         held = self.held[id(module)]
         if held.states:
@@ -284,13 +287,3 @@ def _peeled(module: nn.Module) -> nn.Module:
         if isinstance(inner, nn.Module) and type(module).__module__.startswith((*ADAPTERS, "torch.")):
             return _peeled(inner)
     return module
-
-
-def _home(survey: Survey, path: str) -> str:
-    """Path of the innermost transformers model around a module."""
-    names = path.split(".")
-    for depth in range(len(names), -1, -1):
-        home = ".".join(names[:depth])
-        if isinstance(survey.modules[home], PreTrainedModel):
-            return home
-    return ""

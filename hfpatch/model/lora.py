@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfpatch.errors import InputError
-from hfpatch.model.eps import starred
 from hfpatch.model.lora_maps import Matrix, Reading, check_scope
 from hfpatch.model.lora_spec import Namer
+from hfpatch.model.survey import starred
 from hfpatch.report import Sheet
 
 

@@ -11,12 +11,11 @@ from typing import Any
 from torch import nn
 
 from hfpatch.errors import InputError
-from hfpatch.model.eps import starred
 from hfpatch.model.lora import Coverage, coverage_of
 from hfpatch.model.lora_maps import Matrix, Reading
 from hfpatch.model.lora_places import is_tuner
 from hfpatch.model.lora_spec import Namer
-from hfpatch.model.survey import Survey, inside
+from hfpatch.model.survey import Survey, inside, starred
 
 KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal"})
 """Initialisations by name, beside the default, that leave the base weights alone when made and when loaded."""

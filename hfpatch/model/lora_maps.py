@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd as ConvNd  # pyright: ignore[reportPrivateUsage]
 
 from hfpatch.errors import InputError
 from hfpatch.model.lora_blocks import Layout
@@ -20,6 +19,7 @@ from hfpatch.model.lora_linear import multiplies, refusal
 from hfpatch.model.lora_moe import experts_of, is_shared, only_picks, routers_of
 from hfpatch.model.lora_places import Place, own_parameters, without_adapter
 from hfpatch.model.norms import is_norm
+from hfpatch.model.survey import CONVOLUTIONS
 
 SCOPES = ("language", "vision", "audio", "projector", "all")
 
@@ -79,7 +79,7 @@ class Reading(Layout):
             yield Matrix(path, kind, size[0] * size[1], block, refusal=self._refusal(place))
             return
         own = {name: p for name, p in own_parameters(place.module).items() if p.dim() > 1 and "bias" not in name}
-        if not own or is_norm(place.module) or isinstance(place.module, (nn.Embedding, ConvNd)):
+        if not own or is_norm(place.module) or isinstance(place.module, (nn.Embedding, CONVOLUTIONS)):
             return
         for name, parameter in own.items():
             kind, why = self._bare(path, name, parameter)

@@ -11,6 +11,7 @@ from torch import nn
 from hfpatch.model.lora_blocks import Layout
 from hfpatch.model.lora_linear import source
 from hfpatch.model.lora_places import ancestors, own_parameters
+from hfpatch.model.survey import CONVOLUTIONS
 
 
 def experts_of(layout: Layout) -> dict[str, int]:
@@ -23,7 +24,7 @@ def experts_of(layout: Layout) -> dict[str, int]:
             if len(items) > 1 and len(set(items)) == 1 and len(items) in _counts(layout, path):
                 found[path] = len(items)
             continue
-        if path in layout.sizes or isinstance(module, (nn.modules.conv._ConvNd, nn.Embedding)):  # pyright: ignore[reportPrivateUsage]
+        if path in layout.sizes or isinstance(module, (CONVOLUTIONS, nn.Embedding)):
             continue
         shapes = [tuple(p.shape) for p in own_parameters(module).values() if p.dim() > 1]
         if not shapes or is_shared(layout, path):

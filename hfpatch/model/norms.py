@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 
 import torch
 from torch import nn
@@ -53,11 +52,6 @@ def eps_of(module: nn.Module) -> float | None:
     """A norm's eps; None where it has none."""
     name = eps_name(module)
     return None if name is None else float(getattr(module, name))
-
-
-def starred(path: str) -> str:
-    """A path with list indices replaced by `*`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def same_eps(a: float, b: float) -> bool:

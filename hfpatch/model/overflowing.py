@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
-from hfpatch.model.roles import Place, Stack, stack
+from hfpatch.model.roles import Stack, stack
 from hfpatch.model.survey import Survey
 
 STREAM = 68_000.0
@@ -46,7 +47,7 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
         if not branch < BRANCH / STEP:
             break
         grown = [p for p in last if float(p.abs().max()) < WEIGHT / STEP] or before
-        largest = max((float(p.abs().max()) for p in grown), default=WEIGHT + 1)
+        largest = max((float(p.abs().max()) for p in grown), default=math.inf)
         if largest > WEIGHT:
             break
         far = min(STREAM / stream, BRANCH / branch, WEIGHT / largest) / 2 if stream and branch and largest else 2.0
@@ -94,12 +95,12 @@ def _writers(
             before |= {id(p): p for p in (*first, final)}
             if module is order[-1]:
                 last[id(final)] = final
-    attention = {id(p) for _, b in found.branches for m in b.modules() for n, p in m.named_parameters() if _asks(n)}
-    return list(last.values()), [p for key, p in before.items() if key not in last and key not in attention]
+    choosing = {id(p) for _, b in found.branches for n, p in b.named_parameters() if _chooses(n)}
+    return list(last.values()), [p for key, p in before.items() if key not in last and key not in choosing]
 
 
-def _asks(name: str) -> bool:
-    """Queries and keys: larger ones would only sharpen the softmax."""
+def _chooses(name: str) -> bool:
+    """Queries, keys, gates and routers: larger ones would only sharpen a softmax or a sigmoid."""
     return any(word in name for word in ("q_", "k_", "query", "key", "qkv", "q.", "k.", "gate", "router"))
 
 
@@ -117,13 +118,10 @@ def _peaks(model: nn.Module, found: Stack, inputs: Mapping[str, Any]) -> tuple[f
             peaks[module in layers] = max(peaks[module in layers], float(first.abs().max()))
 
     inside = [m for _, branch in found.branches for m in branch.modules()]
-    with _hooked([*layers, *inside, *_modules(found.branch_out_norms)], look):
+    norms = [norm for _, norm in found.branch_out_norms]
+    with _hooked([*layers, *inside, *norms], look):
         _run(model, inputs)
     return peaks[True], peaks[False]
-
-
-def _modules(places: Iterable[Place]) -> list[nn.Module]:
-    return [module for _, module in places]
 
 
 @contextmanager

@@ -7,8 +7,6 @@ the stream and everything else with weights is a branch; the norm beside the lis
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +14,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from hfpatch.model.code import is_self, tree_of
 from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.survey import Submodel, Survey
 
@@ -71,16 +70,15 @@ def out_norms(layer: type[nn.Module]) -> frozenset[str] | None:
     Told from the source, in its order: `self.mlp(x)` then `self.post_norm(x)` makes `post_norm` one; with
     `x = residual + x` between them it reads the stream. None where the source cannot be read.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(layer.forward))))
-    except (OSError, TypeError, SyntaxError):
+    tree = tree_of(layer.forward)
+    if tree is None:
         return None
     found: set[str] = set()
     fed_by_child = False
     for node in _in_order(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             fed_by_child = False
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_self(node.func.value):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_self(node.func.value):
             if fed_by_child:
                 found.add(node.func.attr)
             fed_by_child = "norm" not in node.func.attr
@@ -92,10 +90,6 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         yield from _in_order(child)
     yield node
-
-
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] | None:

@@ -20,24 +20,21 @@ def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
         kind: What the config describes: text | vision | audio.
         overrides: Values that are wanted, of the text part where there are several; lists follow `num_hidden_layers`.
     """
-    have = _default(cls)
+    default = DEFAULTS.get(cls.model_type, {})
+    have = cls(**copy.deepcopy(default))  # configs may write into what they are given
     whole = "text_config" not in cls.sub_configs
     kept = _sizes(have, kind, overrides.get("num_hidden_layers") if whole else None)
     for name in cls.sub_configs:
         if (part := getattr(have, name, None)) is not None:
             wanted = overrides if name == "text_config" else {}
             kept[name] = {**shrunk(type(part), _kind(name, part), **wanted), "model_type": type(part).model_type}
-    for key, value in copy.deepcopy(QUIRKS.get(cls.model_type, {})).items():  # configs may write into theirs
+    for key, value in copy.deepcopy({**default, **QUIRKS.get(cls.model_type, {})}).items():
         kept[key] = {**_mapping(kept.get(key, getattr(have, key, None))), **value} if isinstance(value, dict) else value
     return kept | overrides if whole else kept
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _default(cls: Any) -> Any:
-    return cls(**copy.deepcopy(DEFAULTS.get(cls.model_type, {})))
 
 
 def _kind(name: str, part: Any) -> str:

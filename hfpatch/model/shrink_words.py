@@ -178,7 +178,6 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": _mrope(1, 1, 2),
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "glm4v_moe_text": _mrope(0, 1, 1),  # turns half of each head
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "qk_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

@@ -22,6 +22,9 @@ T = TypeVar("T")
 ADAPTERS = ("peft.", "accelerate.", "bitsandbytes.")
 """Packages whose modules stand in the place of a model's own ones and hold them."""
 
+CONVOLUTIONS = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
+"""What torch's convolutions have in common."""
+
 TOOL_PACKAGES = (*ADAPTERS, "torch.", "transformers.integrations.", "transformers.quantizers.")
 """Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
 
@@ -115,6 +118,14 @@ class Survey:
         holders = [s for s in self.submodels if inside(path, s.path)]
         return max(holders, key=lambda s: len(s.path)) if holders else None
 
+    def around(self, path: str) -> tuple[str, PreTrainedModel] | None:
+        """The innermost transformers model, submodel or part of one, that a module is or lies in, with its path."""
+        while not isinstance(model := self.modules[path], PreTrainedModel):
+            if not path:
+                return None
+            path = path.rpartition(".")[0]
+        return path, model
+
     @cached_property
     def submodels(self) -> tuple[Submodel, ...]:
         """The transformers models inside, outermost first."""
@@ -177,6 +188,11 @@ def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
 def inside(path: str, outer: str) -> bool:
     """Whether a path is `outer` or below it; every path is inside the root, whose path is empty."""
     return outer in ("", path) or path.startswith(f"{outer}.")
+
+
+def starred(path: str) -> str:
+    """A path with list indices replaced by `*`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def without_copy(path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -13,14 +13,13 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.errors import InputError
+from hfpatch.model.atlas import MAPPINGS
 from hfpatch.model.composites_lora import peft_all, peft_qv
 from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.model.shrink import shrunk
 
 TASKS: dict[str, Mapping[str, str]] = {
-    "multimodal": cast("Mapping[str, str]", modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
-    "seq2seq": cast("Mapping[str, str]", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    "causal": cast("Mapping[str, str]", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")
 }
 """What a tiny model may be, the richest first: the architectures that transformers knows for it, with their classes."""
 

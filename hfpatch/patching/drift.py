@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.model.code import tree_of
 from hfpatch.model.roles import peeled
 from hfpatch.patching.context import Context
 from hfpatch.patching.language import Upstream
@@ -24,11 +23,7 @@ def digest(function: Any) -> str:
 
     `unknown` where the source cannot be read.
     """
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-        tree = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return "unknown"
+    tree = tree_of(function)
     if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return "unknown"
     tree.decorator_list = []

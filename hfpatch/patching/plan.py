@@ -369,7 +369,7 @@ def _place(context: Context) -> str:
 
 def _example(paths: Sequence[str]) -> str:
     """Where, in short: paths that differ in list indices only are one, with a star."""
-    from hfpatch.model.eps import starred
+    from hfpatch.model.survey import starred
 
     kinds: dict[str, list[str]] = {}
     for path in paths:

@@ -19,23 +19,18 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 from hfpatch.errors import InputError
+from hfpatch.model.atlas import MAPPINGS
 from hfpatch.model.example import example_inputs
 from hfpatch.model.lora import LoraTargets, lora_targets
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.tiny import tiny_model
+from hfpatch.model.tiny import TASKS, tiny_model
 
 pytestmark = pytest.mark.architectures
 
-MAPPINGS: dict[str, Any] = {
-    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "multimodal": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-}
-EVERY: list[tuple[str, str]] = [(task, name) for task, names in MAPPINGS.items() for name in sorted(names)]
+EVERY = [(task, name) for task in MAPPINGS for name in sorted(TASKS[task])]
 
 SWEPT = (29, 30, 29, 27, 27, 29, 29, 28, 29, 29, 29, 28)
 """Models of each shard, counted on transformers 5.24: 192 causal, 113 multimodal, 38 encoder-decoder."""
@@ -193,7 +188,7 @@ def built(task: str, architecture: str) -> PreTrainedModel | None:
         return tiny_model(architecture, task=task)
     except REJECTIONS:
         pass
-    name: Any = MAPPINGS[task][architecture]
+    name: Any = TASKS[task][architecture]
     cls: Any = getattr(transformers, name[0] if isinstance(name, (list, tuple)) else name)
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):

@@ -44,7 +44,7 @@ def step(model: nn.Module) -> torch.Tensor | None:
 
 
 def alarm(task: str, architecture: str) -> str | None:
-    """What the tracer says of a model that is well; `no loss` or `not built` is not for this test."""
+    """What is wrong with the trace of a model that is well; `not traced` where there is none to be had."""
     torch.manual_seed(0)  # dropout
     model = built(task, architecture)
     if model is None:
