@@ -3,6 +3,8 @@
     python benchmarks/guard_poison.py --checkpoint DIR --steps 1000 --device cuda     SmolLM2 135M with LoRA
     python benchmarks/guard_poison.py --random --steps 1000 --device cuda             its shape, random weights
     OMP_NUM_THREADS=1 python benchmarks/guard_poison.py --ranks 4 --steps 500         tiny model, gloo processes
+    python benchmarks/guard_poison.py --ranks 2 --steps 500 --device cuda             with NCCL, a GPU each
+    python benchmarks/guard_poison.py --ranks 2 --steps 500 --device cuda --sharded   by fully_shard instead of DDP
 
 Targets: every weight finite; every poisoned step skipped and named rightly; no good step skipped; the last losses
 within 2 % of the clean run's. Over ranks the poison is on one random rank, and the targets are that all ranks decide
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sharded", action="store_true", help="over ranks: FSDP2 instead of DDP")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
     if args.steps < QUIET + LAST:
@@ -269,6 +272,9 @@ def over_ranks(args: Any) -> dict[str, Any]:
     alike = sum(len({json.dumps(r["facts"][i]) for r in ranks}) == 1 for i in range(args.steps))
     found = {
         "ranks": args.ranks,
+        "backend": first["backend"],
+        "parallel by": "fully_shard" if args.sharded else "DDP",
+        "decided on the device": first["on device"],
         "steps": args.steps,
         "poisoned": sum(k is not None for k in kinds),
         "ranks poisoned": len(set(first["where"]) - {None}),
@@ -297,6 +303,7 @@ def over_ranks(args: Any) -> dict[str, Any]:
 def rank_main(rank: int, args: Any, folder: str) -> None:
     """One process."""
     import torch
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     from hfpatch.guarding.guard import Guard
@@ -305,8 +312,18 @@ def rank_main(rank: int, args: Any, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = torch.distributed.FileStore(str(Path(folder, "store")), args.ranks)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    model = DistributedDataParallel(tiny_model("llama", vocab_size=256).train())
+    cuda = args.device != "cpu"
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = "nccl" if cuda else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=args.ranks)
+    model: Any = tiny_model("llama", vocab_size=256).train().to(args.device)
+    if args.sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
     optimizer, schedule = trained(model, args)
     guard = Guard(model, optimizer, schedule, explode_at=EXPLODE_AT, verbose=False)
     ids = torch.tensor(list((ROOT / "LICENSE").read_bytes()))
@@ -318,7 +335,7 @@ def rank_main(rank: int, args: Any, folder: str) -> None:
         where = draw.randrange(args.ranks) if kind is not None else None
         mine = kind if where == rank else None
         with poisoned(model, mine):
-            loss = loss_of(model, batch, mine, args.ranks)
+            loss = loss_of(model, batch.to(args.device), mine, args.ranks)
             outcome = guard.step(loss, tokens=0 if mine == "all labels -100" else batch.numel())
         facts = outcome.facts
         empty += facts.empty
@@ -328,16 +345,22 @@ def rank_main(rank: int, args: Any, folder: str) -> None:
         found["where"].append(where)
         if kind is None:
             losses.append(facts.loss)
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    finite = all(bool(whole(p).isfinite().all()) for p in model.parameters())
     ends = [sum(x) / LAST for x in (losses[:LAST], losses[-LAST:])]
-    Path(folder, f"{rank}.json").write_text(json.dumps({**found, "empty": empty, "finite": finite, "losses": ends}))
+    how = {"backend": backend, "on device": guard.on_device, "empty": empty, "finite": finite, "losses": ends}
+    Path(folder, f"{rank}.json").write_text(json.dumps({**found, **how}))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def digest(model: Any) -> str:
     """Of all weights, bit for bit."""
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(whole(p).cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def whole(parameter: Any) -> Any:
+    """A parameter, gathered from all ranks if it is sharded."""
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
 if __name__ == "__main__":
