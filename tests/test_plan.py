@@ -85,9 +85,9 @@ def test_bf16_and_fp32_are_left_alone_and_the_alternatives_named(tiny: Any) -> N
 
 
 def test_asked_for_and_refused_raises(tiny: Any) -> None:
-    with pytest.raises(RefusedError, match="does not serve gpt2"):
-        hfpatch.apply(tiny("gpt2").half(), only="fp16-residual-overflow")
-    assert decision(hfpatch.plan(tiny("gpt2").half()), "fp16-residual-overflow").decided == "refused"
+    with pytest.raises(RefusedError, match="does not serve bert"):
+        hfpatch.apply(tiny("bert").half(), only="fp16-residual-overflow")
+    assert decision(hfpatch.plan(tiny("bert").half()), "fp16-residual-overflow").decided == "refused"
 
 
 @pytest.mark.parametrize("architecture", ["olmo2", "olmo3", "exaone4", "gemma3n_text", "gemma4_text"])
@@ -289,6 +289,6 @@ def test_bad_arguments_are_typed_errors(words: Any, gemma: Any) -> None:
 
 
 def test_a_glob_names_no_patch_in_particular(tiny: Any) -> None:
-    made = hfpatch.plan(tiny("gpt2").half(), only="*")
+    made = hfpatch.plan(tiny("bert").half(), only="*")
     assert {d.decided for d in made.decisions} == {"not needed", "refused", "applied"}
     assert [d.patch for d in made.of("applied")] == ["fp32-attention-logits"]

@@ -17,7 +17,7 @@ from hfpatch.model.facts_buffers import Buffers, buffers_made
 from hfpatch.model.facts_experts import Experts, experts
 from hfpatch.model.facts_fused import Fused, fused
 from hfpatch.model.facts_layers import LayerList, layer_lists
-from hfpatch.model.roles import stack, stream_dtype
+from hfpatch.model.roles import stacks, stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
 from hfpatch.model.survey import Submodel, Survey
 from hfpatch.report import Sheet
@@ -141,7 +141,7 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
     if config is not None and declared is None:
         declared = declared_dtype(config)
     total, dtypes, trainable, loaded = _count(survey.root)
-    stacks = [(s, found, stream_dtype(survey, s, found)) for s in survey.submodels if (found := stack(survey, s))]
+    found = [(s, each, stream_dtype(survey, s, each)) for s in survey.submodels for each in stacks(survey, s)]
     attention = facts.attention(survey)
     return ModelInfo(
         cls=type(model).__name__,
@@ -158,8 +158,8 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         heads=facts.heads(survey),
         layers=layer_lists(survey),
         stacks=tuple(
-            StackInfo(s.path, found.path, len(found.layers), dtype_name(dtype) if dtype else None)
-            for s, found, dtype in stacks
+            StackInfo(s.path, each.path, len(each.layers), dtype_name(dtype) if dtype else None)
+            for s, each, dtype in found
         ),
         norms=norm_kinds(survey),
         attention=attention,
@@ -168,7 +168,7 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         buffers=buffers_made(survey),
         wrappers=facts.wrappers(survey),
         adapters=facts.adapters(survey),
-        hazards=tuple(facts.hazards(survey, stacks, attention, dtypes)),
+        hazards=tuple(facts.hazards(survey, found, attention, dtypes)),
     )
 
 

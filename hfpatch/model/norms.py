@@ -37,6 +37,11 @@ def acts_as_norm(module: nn.Module) -> bool:
     return bool(owners) and all(is_norm(m) for m in owners)
 
 
+def is_torch_norm(module: nn.Module) -> bool:
+    """Whether a norm, or what it wraps, is torch's own, whose kernel wants input and weight in one dtype."""
+    return any(isinstance(m, (nn.LayerNorm, nn.RMSNorm)) for m in module.modules())
+
+
 def eps_name(module: nn.Module) -> str | None:
     """The plain attribute that holds a norm's eps; None where it has none, or keeps it behind a property."""
     for name in EPS_NAMES:

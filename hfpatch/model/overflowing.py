@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
-from hfpatch.model.roles import Stack, stack
+from hfpatch.model.roles import Stack
 from hfpatch.model.survey import Survey
 
 STREAM = 68_000.0
@@ -31,13 +31,13 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
     large as float16 allows, the matrices before them.
 
     Returns:
-        The largest value of the stream.
+        The largest value of the stream, of the smaller of two.
 
     Raises:
         InputError: The model has no stack of decoder layers, or its stream cannot be brought there.
     """
-    found = _stack(model)
-    if found is None:
+    found = _stacks(model)
+    if not found:
         raise InputError(f"{type(model).__name__} has no list of decoder layers whose stream could overflow")
     last, before = _writers(model, found, inputs)
     stream, branch = _peaks(model, found, inputs)
@@ -46,8 +46,8 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
             return stream
         if not branch < BRANCH / STEP:
             break
-        grown = [p for p in last if float(p.abs().max()) < WEIGHT / STEP] or before
-        largest = max((float(p.abs().max()) for p in grown), default=math.inf)
+        grown = [p for p in last if _largest(p) < WEIGHT / STEP] or before
+        largest = max(map(_largest, grown), default=math.inf)
         if largest > WEIGHT:
             break
         far = min(STREAM / stream, BRANCH / branch, WEIGHT / largest) / 2 if stream and branch and largest else 2.0
@@ -61,41 +61,48 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
     )
 
 
-def _stack(model: nn.Module) -> Stack | None:
-    survey = Survey(model)
-    stacks = [s for each in survey.submodels if (s := stack(survey, each)) is not None]
-    return max(stacks, key=lambda s: len(s.layers), default=None)
+def _largest(parameter: nn.Parameter) -> float:
+    return float(parameter.detach().abs().max())
+
+
+def _stacks(model: nn.Module) -> tuple[Stack, ...]:
+    """Those of the submodel with the most layers; of two, of the later one: towers come before what reads them."""
+    return max(reversed(Survey(model).stacks.values()), key=lambda stacks: len(stacks[-1].layers), default=())
 
 
 def _writers(
-    model: nn.Module, found: Stack, inputs: Mapping[str, Any]
+    model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """What writes to the stream, and the matrices before it."""
-    norms = [p for _, norm in found.branch_out_norms for p in norm.parameters()]
+    norms = [p for stack in stacks for _, norm in stack.branch_out_norms for p in norm.parameters()]
     if norms:
         with torch.no_grad():
             for parameter in norms:
                 parameter.fill_(1.0)  # Gemma's weights start at 0
         return norms, []
     ran: list[nn.Module] = []
-    inside = [m for _, branch in found.branches for m in branch.modules() if _matrices(m)]
+    width: dict[nn.Module, int] = {}
+    branches = [branch for stack in stacks for _, branch in stack.branches]
+    inside = [m for branch in branches for m in branch.modules() if _matrices(m)]
+    first = stacks[-1].layers[0][1]
 
-    def note(module: nn.Module, _out: Any) -> None:
+    def note(module: nn.Module, out: Any) -> None:
         ran.append(module)
+        width[module] = (out[0] if isinstance(out, (tuple, list)) else out).shape[-1]
 
-    with _hooked(inside, note):
+    with _hooked([first, *inside], note):
         _run(model, inputs)
     last: dict[int, nn.Parameter] = {}
     before: dict[int, nn.Parameter] = {}
-    for _, branch in found.branches:
+    for branch in branches:
         own = set(branch.modules())
         order = [m for m in ran if m in own]
         for module in order:
-            *first, final = _matrices(module)
-            before |= {id(p): p for p in (*first, final)}
-            if module is order[-1]:
+            *others, final = _matrices(module)
+            before |= {id(p): p for p in (*others, final)}
+            if module is order[-1] and width[module] == width[first]:
                 last[id(final)] = final
-    choosing = {id(p) for _, b in found.branches for n, p in b.named_parameters() if _chooses(n)}
+    choosing = {id(p) for b in branches for n, p in b.named_parameters() if _chooses(n)}
     return list(last.values()), [p for key, p in before.items() if key not in last and key not in choosing]
 
 
@@ -108,20 +115,24 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.dim() > 1]
 
 
-def _peaks(model: nn.Module, found: Stack, inputs: Mapping[str, Any]) -> tuple[float, float]:
-    layers = {layer for _, layer in found.layers}
-    peaks = {True: 0.0, False: 0.0}
+def _peaks(model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any]) -> tuple[float, float]:
+    """The largest value of the stream, of the smaller of two, and of the branches."""
+    home = {layer: stack.path for stack in stacks for _, layer in stack.layers}
+    peaks: dict[str | None, float] = {stack.path: 0.0 for stack in stacks} | {None: 0.0}
 
     def look(module: nn.Module, out: Any) -> None:
         first = out[0] if isinstance(out, (tuple, list)) else out
         if isinstance(first, torch.Tensor):
-            peaks[module in layers] = max(peaks[module in layers], float(first.abs().max()))
+            peaks[home.get(module)] = max(peaks[home.get(module)], float(first.abs().max()))
 
-    inside = [m for _, branch in found.branches for m in branch.modules()]
-    norms = [norm for _, norm in found.branch_out_norms]
-    with _hooked([*layers, *inside, *norms], look):
+    # a module around others may have added the residual itself
+    branches = [branch for stack in stacks for _, branch in stack.branches]
+    inside = [m for branch in branches for m in branch.modules() if _matrices(m) or not list(m.children())]
+    norms = [norm for stack in stacks for _, norm in stack.branch_out_norms]
+    with _hooked([*home, *inside, *norms], look):
         _run(model, inputs)
-    return peaks[True], peaks[False]
+    branch = peaks.pop(None)
+    return min(peaks.values()), branch
 
 
 @contextmanager

@@ -304,11 +304,11 @@ def misfits(survey: Survey, backbone: Submodel) -> list[tuple[str, nn.Module]]:
 
 def _layers(survey: Survey, backbone: Submodel) -> Iterator[tuple[str, Layer]]:
     """Added layers with weights that may feed the backbone."""
-    stack = survey.stacks.get(backbone.path)
+    stacks = survey.stacks.get(backbone.path, ())
     for path, module in survey.added.items():
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_adapter(survey, path):
             continue
-        if stack is not None and inside(path, stack.path):
+        if any(inside(path, stack.path) for stack in stacks):
             continue
         holder = survey.holder(path)
         if holder is None or inside(backbone.path, holder.path):

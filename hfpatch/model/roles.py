@@ -1,7 +1,8 @@
 """What the parts of a decoder are for, told from structure and not from names.
 
 The residual stream runs through the items of one `ModuleList`. Of an item's children, the norms work on
-the stream and everything else with weights is a branch; the norm beside the list ends the stream.
+the stream and everything else with weights is a branch; the norm beside the list ends the stream. An encoder and a
+decoder have a stream each.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Stack:
     final_norm: Place | None
 
 
-def stack(survey: Survey, submodel: Submodel) -> Stack | None:
-    """The decoder stack of a submodel's own; None where it has none of this shape."""
-    found = _layer_list(survey, submodel)
-    if found is None:
-        return None
-    list_path, layers = found
+def stacks(survey: Survey, submodel: Submodel) -> tuple[Stack, ...]:
+    """The stacks of a submodel's own, a decoder's last; none where it has none of this shape."""
+    return tuple(_stack(survey, *found) for found in _layer_lists(survey, submodel))
+
+
+def _stack(survey: Survey, list_path: str, layers: list[Place]) -> Stack:
     norms: list[Place] = []
     after: list[Place] = []
     branches: list[Place] = []
@@ -65,24 +66,43 @@ def stack(survey: Survey, submodel: Submodel) -> Stack | None:
 
 @cache
 def out_norms(layer: type[nn.Module]) -> frozenset[str] | None:
-    """Names of the children that a layer's forward calls on the output of the child called before, with no sum between.
+    """Names of the children that a layer's forward calls on the output of another child, with no sum between.
 
-    Told from the source, in its order: `self.mlp(x)` then `self.post_norm(x)` makes `post_norm` one; with
-    `x = residual + x` between them it reads the stream. None where the source cannot be read.
+    Told from the source, in its order: `y = self.mlp(x)` then `self.post_norm(y)` makes `post_norm` one; after
+    `y = residual + y` it reads the stream, and so it does if the child was given the residual to add. None where the
+    source cannot be read.
     """
     tree = tree_of(layer.forward)
     if tree is None:
         return None
     found: set[str] = set()
-    fed_by_child = False
+    outputs: set[str] = set()  # names that hold what a branch put out
     for node in _in_order(tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            fed_by_child = False
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_self(node.func.value):
-            if fed_by_child:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_self(node.func.value):
+            if "norm" in node.func.attr and node.args and _from_branch(node.args[0], outputs):
                 found.add(node.func.attr)
-            fed_by_child = "norm" not in node.func.attr
+        elif isinstance(node, ast.Assign):
+            names = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            outputs = outputs | names if _from_branch(node.value, outputs) else outputs - names
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            outputs.discard(node.target.id)
     return frozenset(found)
+
+
+def _from_branch(value: ast.expr, outputs: set[str]) -> bool:
+    """Whether a value is what a branch put out: called here or named before, passed on by whatever adds nothing."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return False
+    if isinstance(value, ast.Name):
+        return value.id in outputs
+    if isinstance(value, ast.Call) and any(isinstance(n, ast.Name) and n.id == "residual" for n in ast.walk(value)):
+        return False
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and is_self(value.func.value):
+        if "norm" in value.func.attr:
+            return False
+        passes_on = "dropout" in value.func.attr
+        return not passes_on or any(_from_branch(a, outputs) for a in value.args)
+    return any(_from_branch(child, outputs) for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
@@ -92,24 +112,42 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
     yield node
 
 
-def _layer_list(survey: Survey, submodel: Submodel) -> tuple[str, list[Place]] | None:
-    """The list of `num_hidden_layers` blocks that is nearest the submodel's root and in no other submodel."""
-    depth = getattr(submodel.model.config, "num_hidden_layers", None)
-    best: tuple[int, str, list[Place]] | None = None
+DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
+"""Config keys of a depth, where encoder and decoder have one each."""
+
+
+def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Place]]]:
+    """The lists of blocks as long as the config says that are nearest the submodel's root and in no other submodel.
+
+    One list, but where the config has a depth for an encoder and a decoder.
+    """
+    config = submodel.model.config
+    depths = [d for k in ("num_hidden_layers", *DEPTHS) if isinstance(d := getattr(config, k, None), int)]
+    found: list[tuple[str, list[Place]]] = []
     for path, module in survey.own(submodel):
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         if any(name.isdigit() for name in path[len(submodel.path) :].split(".")):  # a list inside a block
             continue
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
-        if isinstance(depth, int) and len(items) < depth:
+        if len(items) < min(depths, default=0):
             continue
-        if not all(is_block(item) for _, item in items):
-            continue
-        level = path.count(".")
-        if best is None or level < best[0]:
-            best = (level, path, items)
-    return None if best is None else (best[1], best[2])
+        blocks = [_blocks(*item) for item in items]
+        if all(blocks):
+            found.append((path, [block for each in blocks for block in each]))
+    nearest = min((path.count(".") for path, _ in found), default=0)
+    found = [each for each in found if each[0].count(".") == nearest]
+    return found if len(depths) > 1 else found[:1]
+
+
+def _blocks(path: str, item: nn.Module) -> list[Place]:
+    """An item of a list if it is a block; else its parts, if they are blocks, as T5's are; else none."""
+    if is_block(item):
+        return [(path, item)]
+    parts = [(f"{path}.{name}", part) for name, part in item.named_children()]
+    if len(parts) == 1 and isinstance(parts[0][1], nn.ModuleList):
+        parts = [(f"{parts[0][0]}.{name}", part) for name, part in parts[0][1].named_children()]
+    return parts if all(is_block(part) for _, part in parts) else []
 
 
 def peeled(path: str, module: nn.Module) -> Place:

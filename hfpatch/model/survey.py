@@ -80,11 +80,11 @@ class Survey:
         return added_modules(self)
 
     @cached_property
-    def stacks(self) -> dict[str, Stack]:
-        """The decoder stack of each submodel that has one, by the submodel's path."""
-        from hfpatch.model.roles import stack
+    def stacks(self) -> dict[str, tuple[Stack, ...]]:
+        """The stacks of each submodel, a decoder's last, by the submodel's path; submodels without one are left out."""
+        from hfpatch.model.roles import stacks
 
-        return {s.path: found for s in self.submodels if (found := stack(self, s)) is not None}
+        return {s.path: found for s in self.submodels if (found := stacks(self, s))}
 
     @cached_property
     def attentions(self) -> dict[str, list[Attention]]:

@@ -251,11 +251,11 @@ def _places(survey: Survey, wanted: Iterable[int] | None) -> tuple[int, list[tup
         submodel, _ = resolve(survey)
     except NoEmbeddingError as error:
         raise InputError(f"ModulationAdapter.attach: want one language model with decoder layers: {error}") from error
-    stack = survey.stacks.get(submodel.path)
+    stacks = survey.stacks.get(submodel.path)
     width = getattr(submodel.model.config.get_text_config(), "hidden_size", None)
-    if stack is None or not isinstance(width, int):
+    if not stacks or not isinstance(width, int):
         raise InputError(f"ModulationAdapter.attach: no list of decoder layers in {submodel.place}")
-    layers = list(stack.layers)
+    layers = list(stacks[-1].layers)
     try:
         chosen = layers if wanted is None else [layers[i] for i in wanted]
     except IndexError as error:

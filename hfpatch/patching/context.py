@@ -34,13 +34,18 @@ class Context:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Layers and their parts: a decoder's last, an encoder's before it; none where there is no such shape."""
+        return () if self.submodel is None else self.survey.stacks.get(self.submodel.path, ())
+
+    @property
     def stack(self) -> Stack | None:
-        """Decoder layers and their parts; None where the submodel has no such shape."""
-        return None if self.submodel is None else self.survey.stacks.get(self.submodel.path)
+        """The decoder's layers and their parts; None where the submodel has no such shape."""
+        return self.stacks[-1] if self.stacks else None
 
     @cached_property
     def stream_dtype(self) -> torch.dtype | None:
-        """Dtype of the residual stream as the weights stand now; None without a stack."""
+        """Dtype of the decoder's residual stream as the weights stand now; None without a stack."""
         from hfpatch.model.roles import stream_dtype
 
         if self.submodel is None or self.stack is None:

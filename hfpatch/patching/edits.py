@@ -4,6 +4,7 @@
     set_tensor         a parameter's values are replaced in place
     cast_input         what goes into a module is cast
     cast_output        what comes out of a module is cast
+    in_float32         a torch norm or linear map computes in float32, its weights as they are
     choose_attention   a submodel's attention implementation
     add_targets        a LoRA adapter gains layers
     bound_modulation   1 + tanh(x) in a module's own forward becomes a bounded factor
@@ -175,6 +176,20 @@ def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
 def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast what comes out of each module: to float32, or to the dtype of the module's weights."""
     return _cast("output", where, to)
+
+
+def in_float32(where: Selection) -> Template:
+    """Let each module, a torch norm or linear map, compute in float32 outside autocast, from its weights as they are.
+
+    What comes out is float32.
+    """
+
+    def hook(_context: Context, _target: Target) -> Any:
+        from hfpatch.patching.hooks import InFloat32
+
+        return InFloat32()
+
+    return Template(where, "hook", hook, lambda _c, _t: "input compute dtype", "compute in float32")
 
 
 def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float32", "weights"]) -> Template:

@@ -1,3 +1,5 @@
+# torch has no public name for a call without the subclass's own handling
+# pyright: reportPrivateUsage=false
 """The forward hooks that casts are made of: picklable values that hold no module.
 
 torch's own hooks survive deepcopy, DDP, accelerate's forward wrapping and activation checkpointing, and
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hfpatch.model.roles import weights_dtype
 
@@ -63,7 +66,7 @@ def dtype_rule(to: str, module: nn.Module, compute: torch.dtype | None, stream: 
 
 @dataclass(frozen=True, eq=True)
 class CastInput:
-    """A forward pre-hook that casts the stream tensor: the first argument, or `hidden_states`.
+    """A forward pre-hook that casts the stream tensor: the first argument, or `hidden_states`, wherever it is passed.
 
     Masks, position embeddings and caches are left as they are: a cast would turn a float32 mask's
     lowest value into -inf.
@@ -73,11 +76,16 @@ class CastInput:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Cast if there is something to cast."""
-        to = self.rule.of(module)
-        if args:
-            return ((_cast(args[0], to), *args[1:]), kwargs)
         name = "hidden_states" if "hidden_states" in kwargs else _first_floating(kwargs)
-        return None if name is None else (args, {**kwargs, name: _cast(kwargs[name], to)})
+        if not args and name is None:
+            return None
+        stream = args[0] if args else kwargs[name or ""]
+        cast = _cast(stream, self.rule.of(module))
+        # CTRL passes queries, keys and values by one tensor
+        return (
+            tuple(cast if value is stream else value for value in args),
+            {key: cast if value is stream else value for key, value in kwargs.items()},
+        )
 
     def __str__(self) -> str:
         return str(self.rule)
@@ -95,6 +103,54 @@ class CastOutput:
 
     def __str__(self) -> str:
         return str(self.rule)
+
+
+@dataclass(frozen=True, eq=True)
+class InFloat32:
+    """A forward pre-hook under which torch's norms and linear maps compute in float32, their weights as they are.
+
+    torch wants the input and the weight of a norm in one dtype, and autocast casts what goes into a linear map. So the
+    input is handed over as a `Wide` tensor, which carries the wish to the function itself: no state, and nothing to
+    take back after the call.
+    """
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Hand the first tensor over as a wide one."""
+        if args:
+            return ((_wide(args[0]), *args[1:]), kwargs)
+        name = _first_floating(kwargs)
+        return None if name is None else (args, {**kwargs, name: _wide(kwargs[name])})
+
+    def __str__(self) -> str:
+        return "float32"
+
+
+class Wide(torch.Tensor):
+    """A tensor for which the functions in `WIDENED` compute in float32 and outside autocast; a plain one for others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function. What it returns is plain, unless it is the tensor itself."""
+        kwargs = kwargs or {}
+        if func not in WIDENED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
+        with torch.autocast(device, enabled=False), torch._C.DisableTorchFunctionSubclass():
+            return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
+
+
+WIDENED = frozenset(
+    {functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm, functional.linear}
+)  # fmt: skip
+
+
+def _wide(value: Any) -> Any:
+    return value.as_subclass(Wide) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _first_floating(kwargs: dict[str, Any]) -> str | None:

@@ -11,6 +11,8 @@ from hfpatch.patching.context import Context, Target
 if TYPE_CHECKING:
     from torch import nn
 
+    from hfpatch.model.roles import Place, Stack
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -47,37 +49,70 @@ class Selection:
 
 
 def layers() -> Selection:
-    """The decoder layers."""
-    return Selection("the decoder layers", lambda c: _targets(c.stack.layers if c.stack else ()))
+    """The decoder layers; an encoder's too."""
+    return _of_stacks("the decoder layers", lambda s: s.layers)
 
 
 def first_layer() -> Selection:
     """The first decoder layer: where the residual stream begins."""
-    return Selection("the first decoder layer", lambda c: _targets(c.stack.layers[:1] if c.stack else ()))
+    return _of_stacks("the first decoder layer", lambda s: s.layers[:1])
 
 
 def layer_norms() -> Selection:
     """Norms that are children of a decoder layer: they read the stream, or write to it."""
-    return Selection("norms of the decoder layers", lambda c: _targets(c.stack.layer_norms if c.stack else ()))
+    return _of_stacks("norms of the decoder layers", lambda s: s.layer_norms)
 
 
 def branch_out_norms() -> Selection:
     """Norms of the decoder layers that a branch's output goes through before it joins the stream; may be none."""
-    return Selection(
-        "norms after the branches", lambda c: _targets(c.stack.branch_out_norms if c.stack else ()), may_be_empty=True
-    )
+    return _of_stacks("norms after the branches", lambda s: s.branch_out_norms, may_be_empty=True)
+
+
+def torch_norms() -> Selection:
+    """Norms on the stream that are torch's own: their kernels want input and weight in one dtype; may be none."""
+
+    def norms(stack: Stack) -> Iterable[Place]:
+        from hfpatch.model.norms import is_torch_norm
+
+        on_stream = (*stack.layer_norms, *_final(stack))
+        return (place for place in on_stream if is_torch_norm(place[1]))
+
+    return _of_stacks("torch norms on the stream", norms, may_be_empty=True)
 
 
 def branches() -> Selection:
     """Attention, MLP and whatever else in a decoder layer has weights and is no norm."""
-    return Selection("branches of the decoder layers", lambda c: _targets(c.stack.branches if c.stack else ()))
+    return _of_stacks("branches of the decoder layers", lambda s: s.branches)
+
+
+def branch_maps(name: str) -> Selection:
+    """Linear maps of this name in the branches, adapters and all; may be none."""
+
+    def maps(stack: Stack) -> Iterable[Place]:
+        for path, branch in stack.branches:
+            for inner, module in branch.named_modules():
+                if inner.rpartition(".")[2] == name and hasattr(module, "weight"):
+                    yield f"{path}.{inner}", module
+
+    return _of_stacks(f"linear maps {name}", maps, may_be_empty=True)
 
 
 def final_norm() -> Selection:
     """The norm that ends the residual stream."""
-    return Selection(
-        "the final norm", lambda c: _targets((c.stack.final_norm,) if c.stack and c.stack.final_norm else ())
-    )
+    return _of_stacks("the final norm", _final)
+
+
+def _of_stacks(
+    description: str, places: Callable[[Stack], Iterable[Place]], *, may_be_empty: bool = False
+) -> Selection:
+    def find(context: Context) -> Iterable[Target]:
+        return _targets(place for stack in context.stacks for place in places(stack))
+
+    return Selection(description, find, may_be_empty)
+
+
+def _final(stack: Stack) -> tuple[Place, ...]:
+    return () if stack.final_norm is None else (stack.final_norm,)
 
 
 def added_norms() -> Selection:

@@ -6,12 +6,14 @@ import contextlib
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import InputError
+from hfpatch.model.example import example_inputs
 from hfpatch.model.overflowing import overflow
 from hfpatch.model.shrink_words import VOCABULARY
 from hfpatch.model.tiny import COMPOSITES, rescale, tiny_model
@@ -54,8 +56,7 @@ class Trial:
 
     def bad_gradients(self) -> list[str]:
         """Parameters whose gradients of the mean squared logit are not finite."""
-        mask = {"attention_mask": self.real.long()} if self.case.padded else {}
-        self.model(input_ids=self.ids, **mask).logits.float().square().mean().backward()
+        self.model(**self._inputs(self.model)).logits.float().square().mean().backward()
         bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         self.model.zero_grad(set_to_none=True)
         return bad
@@ -65,17 +66,30 @@ class Trial:
         return float(((logits - self.reference).norm() / self.reference.norm()).item())
 
     def _run(self, model: nn.Module, autocast: str | None) -> torch.Tensor:
-        mask = {"attention_mask": self.real.long()} if self.case.padded else {}
         region = (
             torch.autocast(self.case.device, dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
         )
         with torch.no_grad(), region:
-            return model(input_ids=self.ids, **mask).logits.float()[self.real]
+            return model(**self._inputs(model)).logits.float()[self.real]
+
+    def _inputs(self, model: nn.Module) -> dict[str, Any]:
+        mask = {"attention_mask": self.real.long()} if self.case.padded else {}
+        return inputs_of(model, self.ids) | mask
 
 
 def token_ids(case: Case) -> torch.Tensor:
     """Token ids `[2, tokens]` of a case, always the same."""
     return (torch.arange(2 * case.tokens).reshape(2, -1) * 7 + 3) % VOCABULARY
+
+
+def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
+    """Token ids as a model takes them; a decoder beside an encoder gets the same ones, or what goes with a sound."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids}
+    if getattr(model, "main_input_name", "input_ids") == "input_ids":
+        return {"input_ids": ids, "decoder_input_ids": ids}
+    return {key: value for key, value in example_inputs(model).items() if key not in ("labels", "attention_mask")}
 
 
 def build(case: Case) -> Trial:
@@ -84,10 +98,10 @@ def build(case: Case) -> Trial:
     Raises:
         InputError: The case names no architecture or composite there is, or a glob that matches nothing.
     """
-    llm = tiny_model(case.architecture, **case.config)
+    llm = tiny_model(case.model or case.architecture, **case.config)
     rescale(llm, case.scale, case.fill)
     if case.overflow:
-        overflow(llm, {"input_ids": token_ids(case)})
+        overflow(llm, inputs_of(llm, token_ids(case)))
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): want one of {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm

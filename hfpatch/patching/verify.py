@@ -212,7 +212,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
     of the model. The parameters stay the same objects; only their `.data` is lent.
     """
     survey = Survey(model)
-    blocks = [layer for stack in survey.stacks.values() for _, layer in stack.layers]
+    blocks = [layer for stacks in survey.stacks.values() for stack in stacks for _, layer in stack.layers]
     inside = {id(p) for block in blocks for p in block.parameters()}
     lent: dict[nn.Parameter, torch.Tensor] = {}
 

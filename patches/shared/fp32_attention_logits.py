@@ -85,10 +85,10 @@ def condition(context: Context) -> Verdict:
 
 def hybrid(context: Context) -> bool:
     """Whether some decoder layers have no attention: recurrent ones, which carry what padded rows hold to others."""
-    if context.stack is None:
-        return False
     holders = [a.path for a in context.attentions]
-    return not all(any(p.startswith(f"{path}.") for p in holders) for path, _ in context.stack.layers)
+    return not all(
+        any(p.startswith(f"{path}.") for p in holders) for stack in context.stacks for path, _ in stack.layers
+    )
 
 
 def implementation(context: Context, _target: Target) -> str:
