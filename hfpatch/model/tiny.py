@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ def tiny_config(architecture: str, **overrides: Any) -> Any:
 def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny model in evaluation mode, float32, with eager attention (sdpa on a CPU hides NaN).
 
-    It has some ten thousand to a million parameters. `example_inputs` makes a training batch for it.
+    A language model that transformers builds only inside another (`qwen2_vl_text`) comes inside that one. It has some
+    ten thousand to a million parameters. `example_inputs` makes a training batch for it.
 
     Args:
         architecture: `config.model_type`.
@@ -63,6 +66,8 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
         InputError: transformers knows no such architecture, has no model of it for this task, or cannot build one
             here (`NOT_TINY`).
     """
+    if architecture in CONFIG_MAPPING:
+        architecture = home(architecture)
     config = tiny_config(architecture, **overrides)
     tasks = [name for name, known in TASKS.items() if architecture in known]
     if task is not None and task not in tasks:
@@ -78,6 +83,29 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
         torch.manual_seed(seed)
         model = cls._from_config(_of_class(cls, config), attn_implementation="eager", dtype=torch.float32)
     return model.eval()
+
+
+@cache
+def home(architecture: str) -> str:
+    """The architecture of the model that is built of one: itself, or the one whose config holds its own.
+
+    Of several, the one that is named most like it.
+    """
+    known = {name for task in TASKS.values() for name in task}
+    if architecture in known:
+        return architecture
+    holders = [n for n in sorted(known & set(CONFIG_MAPPING)) if architecture in _parts(CONFIG_MAPPING[n])]
+
+    def alike(name: str) -> int:
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(name, architecture, strict=False))))
+
+    return max(holders, key=alike, default=architecture)
+
+
+def _parts(config: Any) -> set[str | None]:
+    """Architectures of the configs inside a config, at any depth."""
+    parts: list[Any] = list(getattr(config, "sub_configs", {}).values())
+    return {getattr(part, "model_type", None) for part in parts}.union(*map(_parts, parts))
 
 
 def _of_class(cls: Any, config: Any) -> Any:

@@ -112,7 +112,6 @@ class Case:
         tokens: Length of the two rows.
         device: `cpu` or `cuda`; a case for `cuda` is run where there is such a device.
         overflow: Scale what writes to the residual stream until the stream passes 65,504 and no branch of it does.
-        model: Architecture of the model that is built, where it is one around the language model.
     """
 
     architecture: str
@@ -127,7 +126,6 @@ class Case:
     tokens: int = 12
     device: Literal["cpu", "cuda"] = "cpu"
     overflow: bool = False
-    model: str | None = None
 
     def __str__(self) -> str:
         inside = f" in {self.inside}" if self.inside else ""

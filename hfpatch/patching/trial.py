@@ -98,7 +98,7 @@ def build(case: Case) -> Trial:
     Raises:
         InputError: The case names no architecture or composite there is, or a glob that matches nothing.
     """
-    llm = tiny_model(case.model or case.architecture, **case.config)
+    llm = tiny_model(case.architecture, **case.config)
     rescale(llm, case.scale, case.fill)
     if case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))
