@@ -8,7 +8,7 @@ decoder have a stream each.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,17 +76,30 @@ def out_norms(layer: type[nn.Module]) -> frozenset[str] | None:
     if tree is None:
         return None
     found: set[str] = set()
-    outputs: set[str] = set()  # names that hold what a branch put out
-    for node in _in_order(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_self(node.func.value):
-            if "norm" in node.func.attr and node.args and _from_branch(node.args[0], outputs):
-                found.add(node.func.attr)
-        elif isinstance(node, ast.Assign):
-            names = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-            outputs = outputs | names if _from_branch(node.value, outputs) else outputs - names
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            outputs.discard(node.target.id)
+    _follow(getattr(tree, "body", []), set(), found)
     return frozenset(found)
+
+
+def _follow(statements: Iterable[ast.stmt], outputs: set[str], found: set[str]) -> set[str]:
+    """Note the norms called on what a branch put out; returns the names that hold such values afterwards."""
+    for statement in statements:
+        if isinstance(statement, ast.If):
+            ways = [_follow(way, outputs, found) for way in (statement.body, statement.orelse)]
+            outputs = ways[0] | ways[1]
+            continue
+        for node in () if hasattr(statement, "body") else ast.walk(statement):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_self(node.func.value):
+                given = [*node.args, *(keyword.value for keyword in node.keywords)]
+                if "norm" in node.func.attr and given and _from_branch(given[0], outputs):
+                    found.add(node.func.attr)
+        if isinstance(statement, ast.Assign):
+            names = {n.id for target in statement.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            outputs = outputs | names if _from_branch(statement.value, outputs) else outputs - names
+        elif isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+            outputs = outputs - {statement.target.id}
+        else:
+            outputs = _follow(getattr(statement, "body", ()), outputs, found)
+    return outputs
 
 
 def _from_branch(value: ast.expr, outputs: set[str]) -> bool:
@@ -103,13 +116,6 @@ def _from_branch(value: ast.expr, outputs: set[str]) -> bool:
         passes_on = "dropout" in value.func.attr
         return not passes_on or any(_from_branch(a, outputs) for a in value.args)
     return any(_from_branch(child, outputs) for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
-
-
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes in the order of evaluation: operands and arguments before what uses them."""
-    for child in ast.iter_child_nodes(node):
-        yield from _in_order(child)
-    yield node
 
 
 DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")

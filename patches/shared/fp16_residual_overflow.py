@@ -62,20 +62,20 @@ ARCHITECTURES = (
     "gpt_oss", "gptj", "granite", "granite4_vision_text", "granite_swa", "granitemoe", "granitemoe_swa",
     "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text",
     "hy_v3", "hyperclovax", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe", "kimi_linear",
-    "kolibri1", "kosmos_2_5_text_model", "laguna", "lara_mini", "llama", "llama4_text", "m2m_100", "mbart",
-    "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4",
-    "mistral_large4_text", "mixtral", "mllama_text_model", "modernbert-decoder", "moshi", "mpt",
-    "muse_glimmer_text", "nanochat", "nemotron", "nllb-moe", "olmo", "olmoe", "opt", "paddleocr_vl_text", "pegasus",
-    "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "pp_formulanet_text", "qwen2", "qwen2_5_omni_text",
-    "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "recurrent_gemma", "sarvam_mla",
-    "sarvam_moe", "seamless_m4t", "seamless_m4t_v2", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-    "step3p5", "t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text", "unlimited_ocr_text", "vaultgemma",
-    "whisper", "xglm", "xlstm", "youtu",
+    "kolibri1", "kosmos_2_5_text_model", "laguna", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text",
+    "m2m_100", "mbart", "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+    "mistral", "mistral4", "mistral_large4_text", "mixtral", "mllama_text_model", "modernbert-decoder", "moshi",
+    "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nllb-moe", "olmo", "olmoe", "opt", "paddleocr_vl_text",
+    "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "pp_formulanet_text", "qwen2",
+    "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "recurrent_gemma", "sarvam_mla", "sarvam_moe", "seamless_m4t", "seamless_m4t_v2", "seed_oss", "smollm3",
+    "solar_open", "stablelm", "starcoder2", "step3p5", "t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text",
+    "unlimited_ocr_text", "vaultgemma", "whisper", "xglm", "xlstm", "youtu",
 )  # fmt: skip
 """Gemma 3 was tried with real weights, the others on tiny models whose weights are scaled by their roles."""
 
-FOUR_LAYERS = frozenset({"deepseek_ocr2_text", "gemma4_unified_text", "gpt_neo", "granitemoehybrid"})
+FOUR_LAYERS = frozenset({"deepseek_ocr2_text", "gemma4_unified_text", "gpt_neo", "granitemoehybrid", "lfm2_moe"})
 """Their configs say something of each layer: only the depth of the tiny model will do."""
 
 T5 = ("t5", "mt5", "umt5", "longt5")
@@ -92,7 +92,7 @@ LAYER_BODIES = (  # of transformers 5.17 and 5.24; others are proved in the plan
     "bc52196fdb20", "a8af9b7e8676", "d79365d6a1cb", "8cfa93bf1a0e", "5443dad99349", "017aee9dd46a", "001d8c0648d3",
     "93af15fe62d7", "91ed970d473f", "a1ad2adf2c1f", "ace70a2c4faf", "dde6b93812ff", "212b4da693e9", "a384403e9cb4",
     "cd2d123f7275", "7ca4855a7915", "ae047ced1926", "af0ff1b25c2a", "ac211dea42dc", "045119eb0201", "7a4ff1b9cf32",
-    "fb186d4a28f0", "209ed8149b33", "bf2cb2c7c2d7", "35cb784479d4",
+    "fb186d4a28f0", "209ed8149b33", "bf2cb2c7c2d7", "35cb784479d4", "e485b7254d30", "1b58e0c1d161",
 )  # fmt: skip
 NORM_BODIES = (  # the same
     "7a85307ddc1d", "715bd3b9e51a", "85b2b02a8d29", "66de34439d41", "b03e6cdc86b3", "be17354b2704", "7febdb80462c",
@@ -104,8 +104,8 @@ KEPT_IN_FLOAT32 = "wo"
 
 NORMALISED = (
     "bart", "bert", "bert-generation", "big_bird", "blenderbot-small", "camembert", "data2vec-text", "electra",
-    "ernie", "fsmt", "git", "led", "marian", "mvp", "openai-gpt", "plbart", "prophetnet", "rembert", "roberta",
-    "roc_bert", "roformer", "trocr", "xlm", "xlm-roberta", "xlnet", "xmod",
+    "ernie", "fsmt", "git", "led", "marian", "minimax", "mvp", "openai-gpt", "plbart", "prophetnet", "rembert",
+    "roberta", "roc_bert", "roformer", "trocr", "xlm", "xlm-roberta", "xlnet", "xmod",
 )  # fmt: skip
 
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
