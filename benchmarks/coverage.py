@@ -72,12 +72,12 @@ def look(task: str, architecture: str) -> dict[str, Any]:
     transformers.logging.set_verbosity(50)
     found = {"task": task, "architecture": architecture, "step": "yes", "lora": "yes", "fp16": "no"}
     try:
-        model = tiny_model(architecture, task=task)
+        tiny_model(architecture, task=task)
     except (HfpatchError, *REJECTIONS) as error:
         return {**found, "step": said(error), "lora": "not built"}
     for key, ask in (("step", step), ("lora", lora), ("fp16", served)):
         try:
-            found[key] = ask(model)
+            found[key] = ask(tiny_model(architecture, task=task))
         except (HfpatchError, *REJECTIONS) as error:
             found[key] = said(error)
     return found
@@ -89,31 +89,25 @@ def said(error: Exception) -> str:
 
 
 def step(model: Any) -> str:
-    """A training step on the example inputs."""
+    """A training step on the example inputs. The model is changed."""
     from hfpatch.model.example import example_inputs
 
     out = model.train()(**example_inputs(model))
     loss = out.loss if getattr(out, "loss", None) is not None else out[0].float().square().mean()
     loss.backward()
     bad = [n for n, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
-    model.zero_grad()
-    model.eval()
     return "loss not finite" if not bool(loss.isfinite()) else "yes" if not bad else f"gradient of {bad[0]} not finite"
 
 
 def lora(model: Any) -> str:
     """What PEFT adapts, against the targets, as sets of paths. The model is changed."""
-    import copy
-
     from peft import LoraConfig, inject_adapter_in_model
 
     from hfpatch.model.lora import lora_targets
 
     targets = lora_targets(model)
     adapted: set[str] = set()
-    for path, module in inject_adapter_in_model(
-        LoraConfig(r=2, **targets.kwargs()), copy.deepcopy(model)
-    ).named_modules():
+    for path, module in inject_adapter_in_model(LoraConfig(r=2, **targets.kwargs()), model).named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             name = getattr(module, "parameter_name", None)
             plain = re.sub(r"\.base_layer(?=\.|$)", "", path)

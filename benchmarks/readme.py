@@ -10,6 +10,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: made by benchmarks/readme.py -->", "<!-- end of figures -->"
 
+SCRIPT = "`benchmarks/coverage.py`"
+
 ROWS = {
     "fp16 stock": "fp16 weights, stock",
     "fp16 patched": "**fp16 weights, `hfpatch.apply`**",
@@ -59,8 +61,21 @@ def figures() -> str:
         f"The patched KL is {sdpa['bf16 weights']['KL'] / patched['KL']:.0f} times smaller than that of bf16 weights.",
         "",
         host_line(host) + " " + cli_line(cli),
+        "",
+        coverage_line(read("coverage")),
     ]
     return "\n".join(lines)
+
+
+def coverage_line(coverage: dict[str, Any]) -> str:
+    """What is covered of the architectures that transformers has."""
+    counts = [
+        f"of {r['architectures']} {r['mapping']} architectures {r['tiny model trains']} train as tiny models, in "
+        f"{r['LoRA reaches what is named']} PEFT adapts exactly the LoRA targets, {r['float16 stream served']} have "
+        "their float16 stream widened"
+        for r in coverage["rows"]
+    ]
+    return f"transformers {coverage['versions']['transformers']} ({SCRIPT}): " + "; ".join(counts) + "."
 
 
 def host_line(host: dict[str, Any]) -> str:
