@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from hfpatch.patching import registry
+from hfpatch.patching.edits import IN_FLOAT32
 from hfpatch.patching.plan import Decision, plan
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.trace import Trace
@@ -91,9 +92,15 @@ def _decisions(finding: Finding, model: object) -> list[Decision]:
     """What the patches that answer a finding would do to a model."""
     entries = registry.entries()
     ids = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers}
-    if not ids:
+    here = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers_where_it_edits}
+    if not ids | here:
         return []
-    return [d for d in plan(model, exclude=entries.keys() - ids).decisions if d.patch in ids]
+    decisions = plan(model, exclude=entries.keys() - (ids | here)).decisions
+    return [d for d in decisions if d.patch in ids or (d.patch in here and _edits(d, finding.module))]
+
+
+def _edits(decision: Decision, module: str) -> bool:
+    return any(edit.path == module and edit.slot == IN_FLOAT32 for edit in decision.edits)
 
 
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ PROVED = [
     for name, entry in registry.entries().items()
     if entry.patch.answers
     for case in entry.patch.repros
-    if not case.overflow
+    if not case.overflow or case.architecture in ("gemma3_text", "llama", "gpt2", "falcon", "mbart", "cohere")
 ]
 
 
@@ -87,11 +87,13 @@ class TestWords:
     def test_refused(self, tiny: Callable[[str], nn.Module]) -> None:
         first, second = said("residual-overflow", tiny("olmo2").half()).splitlines()
         assert first.startswith("fp16-residual-overflow answers this, but is refused here: olmo2: ")
-        assert first.endswith("; stock alternatives: bfloat16 weights, or float32 weights under float16 autocast")
+        assert first.endswith(
+            "; stock alternatives: bfloat16 weights, or (but for T5) float32 weights under float16 autocast"
+        )
         assert second == "No other patch is known for this."
 
     def test_of_an_architecture_that_it_does_not_serve(self) -> None:
-        assert "refused here: does not serve gpt2" in said("residual-overflow", tiny_model("gpt2").half())
+        assert "refused here: does not serve zamba" in said("residual-overflow", tiny_model("zamba").half())
 
     def test_of_no_transformers_model(self) -> None:
         text = said("residual-overflow", nn.Linear(2, 2))
@@ -157,10 +159,10 @@ def test_answers_are_true(patch: str, case: Case) -> None:
         pytest.skip(f"{case} needs a GPU")
     entry = registry.get(patch)
     found = traced(case, patched=False)
-    if found is None:  # the case is about accuracy
-        assert case.autocast is not None
+    if found is None:
+        assert case.autocast is not None or "relative error" in (entry.patch.symptom(build(case)) or "")
         return
-    assert found.symptom in entry.patch.answers
+    assert found.symptom in (*entry.patch.answers, *entry.patch.answers_where_it_edits)
     assert traced(case, patched=True) is None
 
 
@@ -184,8 +186,10 @@ def traced(case: Case, *, patched: bool) -> Finding | None:
         if not wrong and case.device == "cuda":
             wrong = bool(trial.bad_gradients())
     found = t.first_bad
-    assert (found is not None) == wrong
+    assert found is not None or not wrong
     if found is not None:
+        clamped = case.dtype == "float16" and trial.model.config.is_encoder_decoder  # T5's: finite, and wrong
+        assert wrong or clamped
         (entry,) = (e for e in registry.entries().values() if case in e.patch.repros)
         assert entry.id in answering(found, trial.model)
     return found

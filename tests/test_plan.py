@@ -81,11 +81,11 @@ def test_bf16_and_fp32_are_left_alone_and_the_alternatives_named(tiny: Any) -> N
     found = decision(hfpatch.plan(mixed), "fp16-residual-overflow")
     assert (found.decided, "float32" in found.reason) == ("not needed", True)
     applied = decision(hfpatch.plan(tiny("gemma3_text").half()), "fp16-residual-overflow")
-    assert "bfloat16 weights, or float32 weights under float16 autocast" in applied.hint
+    assert "bfloat16 weights, or (but for T5) float32 weights under float16 autocast" in applied.hint
 
 
 def test_asked_for_and_refused_raises(tiny: Any) -> None:
-    with pytest.raises(RefusedError, match="does not serve bert"):
+    with pytest.raises(RefusedError, match="normalise every sum at once"):
         hfpatch.apply(tiny("bert").half(), only="fp16-residual-overflow")
     assert decision(hfpatch.plan(tiny("bert").half()), "fp16-residual-overflow").decided == "refused"
 

@@ -38,6 +38,8 @@ FP32_LOGITS = "hfpatch_fp32_logits"
 FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
 """With eager attention's masks: for submodels that are not all causal, or whose code wants masks to add."""
 WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
+IN_FLOAT32 = "input compute dtype"
+"""The slot of a module that computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def in_float32(where: Selection) -> Template:
 
         return InFloat32()
 
-    return Template(where, "hook", hook, lambda _c, _t: "input compute dtype", "compute in float32")
+    return Template(where, "hook", hook, lambda _c, _t: IN_FLOAT32, "compute in float32")
 
 
 def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float32", "weights"]) -> Template:

@@ -157,6 +157,7 @@ class Patch:
         suggests: Said after the decision, e.g. stock alternatives.
         whole: It is about the object as passed, and asked once, not once for each submodel.
         answers: What a tracer finds that this patch mends: keys of `hfpatch.symptoms.SYMPTOMS`.
+        answers_where_it_edits: The same, of what is found in a module that the patch lets compute otherwise.
     """
 
     title: str
@@ -176,6 +177,7 @@ class Patch:
     suggests: str = ""
     whole: bool = False
     answers: tuple[str, ...] = ()
+    answers_where_it_edits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.architectures:
@@ -188,7 +190,7 @@ class Patch:
             raise ValueError(f"effect {self.effect!r}: want one of {', '.join(EFFECTS)}")
         if self.effect == "equivalent" and self.tolerance is None:
             raise ValueError("an equivalent patch states its tolerance")
-        if unknown := set(self.answers) - set(SYMPTOMS):
+        if unknown := {*self.answers, *self.answers_where_it_edits} - set(SYMPTOMS):
             raise ValueError(f"answers {', '.join(sorted(unknown))}: no such symptom; want keys of hfpatch.symptoms")
         for bound in self.transformers.split(","):
             if not re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*\d[\w.]*\s*", bound):

@@ -107,7 +107,6 @@ NORMALISED = (
     "ernie", "fsmt", "git", "led", "marian", "minimax", "mvp", "openai-gpt", "plbart", "prophetnet", "rembert",
     "roberta", "roc_bert", "roformer", "trocr", "xlm", "xlm-roberta", "xlnet", "xmod",
 )  # fmt: skip
-
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
 CASTS_STREAM = "its layers cast the stream to their norm's dtype; run it in bfloat16"
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
@@ -195,6 +194,7 @@ PATCH = Patch(
         **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "nemotron_h"), CASTS_STREAM),
         **dict.fromkeys(NORMALISED, "its layers normalise every sum at once, so no stream grows from layer to layer"),
     },
-    suggests="stock alternatives: bfloat16 weights, or float32 weights under float16 autocast",
+    suggests="stock alternatives: bfloat16 weights, or (but for T5) float32 weights under float16 autocast",
     answers=("residual-overflow",),
+    answers_where_it_edits=("overflow", "cast-overflow"),
 )
