@@ -74,6 +74,7 @@ class Trace:
         self._compiled = survey.compiled
         self._entered = 0
         self._count = 0
+        self._compared = False
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._known: set[tuple[str, str, str]] = set()
         self._watch: Watch | None = None
@@ -152,9 +153,10 @@ class Trace:
                 backward=self.backward and torch.is_grad_enabled(),
                 measured=self._measured,
                 ended=self._conclude,
-                expected=() if self.steps else expected(model),
+                expected=() if self._compared else expected(model),
                 passed=self.passed,
             )
+            self._compared = True
             self._watch.start(args, kwargs)
         elif self._over():
             self._off()
