@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import defaultdict
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -24,11 +25,14 @@ elements, inf and -inf where there is none. `counted`: elements behind zeros, un
 THRESHOLDS = (2.0**-25, 2.0**-17, 2.0**-10)
 """Largest magnitudes that round to 0 in float16, float8_e5m2 and float8_e4m3fn: half of their smallest numbers."""
 
+PLAIN = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+"""Dtypes that are measured as they are."""
+
 SAMPLE = 2048
 """Elements of a larger tensor that its mean, RMS and shares are taken from on a CPU."""
 
-TOGETHER = 64
-"""Samples that are reduced at once: few calls, and what they make stays in the cache."""
+TOGETHER = 32
+"""Samples that are reduced at once: few calls, and what they make stays in the cache, in memory that malloc keeps."""
 
 
 class Rows(Protocol):
@@ -58,36 +62,42 @@ class CPURows:
     """Extremes at once by `aminmax`; samples together when they are read."""
 
     def __init__(self) -> None:
-        self._rows: list[list[float]] = []
+        self._found: list[tuple[float, float, float, float, float]] = []
         self._samples: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
 
     def add(self, tensor: torch.Tensor) -> int:
         """See `Rows`."""
-        number = len(self._rows)
-        flat = flattened(tensor)
+        number = len(self._found)
+        plain = tensor.dtype in PLAIN and tensor.is_contiguous() and not tensor.is_neg()
+        flat = tensor.detach() if plain else flattened(tensor)
         size = flat.numel()
         if size == 0:
-            self._rows.append(_row(0.0, 0.0, 0.0, math.inf, -math.inf))
+            self._found.append((0.0, 0.0, 0.0, math.inf, -math.inf))
             return number
         low, high = torch.aminmax(flat)
         least, most = low.item(), high.item()
-        if math.isfinite(least) and math.isfinite(most):
-            self._rows.append(_row(0.0, 0.0, 0.0, least, most))
-        else:
-            self._rows.append(_with_nonfinite(flat))
-        sample = flat.clone() if size <= 2 * SAMPLE else flat[:: stride(size)].contiguous()
+        finite = math.isfinite(least) and math.isfinite(most)
+        self._found.append((0.0, 0.0, 0.0, least, most) if finite else _with_nonfinite(flat))
+        sample = flat.flatten().clone() if size <= 2 * SAMPLE else flat.as_strided(*_places(size)).contiguous()
         self._samples[sample.numel(), sample.dtype].append((number, sample))
         return number
 
     def read(self) -> torch.Tensor:
         """See `Rows`."""
         # "cpu" is said, since the caller may have set another default device
-        table = torch.tensor(self._rows, dtype=torch.float64, device="cpu").reshape(-1, len(COLUMNS))
-        columns = torch.tensor([3, 4, 5, 6, 9, 10, 11], device="cpu")
+        table = torch.zeros(len(self._found), len(COLUMNS), dtype=torch.float64, device="cpu")
+        if self._found:
+            table[:, [0, 1, 2, 7, 8]] = torch.tensor(self._found, dtype=torch.float64, device="cpu")
+        order: list[int] = []
+        found: list[torch.Tensor] = []
         for listed in self._samples.values():
             for start in range(0, len(listed), TOGETHER):
                 numbers, samples = zip(*listed[start : start + TOGETHER], strict=True)
-                table[torch.tensor(numbers, device="cpu")[:, None], columns] = _sampled(torch.stack(samples))
+                order += numbers
+                found.append(_sampled(torch.stack(samples)))
+        if found:
+            columns = torch.tensor([3, 4, 5, 6, 9, 10, 11], device="cpu")
+            table[torch.tensor(order, device="cpu")[:, None], columns] = torch.cat(found)
         return table
 
 
@@ -166,16 +176,19 @@ def stride(size: int) -> int:
     return step
 
 
-def _row(nan: float, posinf: float, neginf: float, least: float, most: float) -> list[float]:
-    return [nan, posinf, neginf, 0.0, 0.0, 0.0, 0.0, least, most, 0.0, 0.0, 0.0]
+@lru_cache(maxsize=1024)
+def _places(size: int) -> tuple[tuple[int], tuple[int]]:
+    """Size and stride of the sample of so many elements."""
+    step = stride(size)
+    return (-(-size // step),), (step,)
 
 
-def _with_nonfinite(flat: torch.Tensor) -> list[float]:
+def _with_nonfinite(flat: torch.Tensor) -> tuple[float, float, float, float, float]:
     finite = flat[flat.isfinite()]
     least, most = (float(v) for v in torch.aminmax(finite)) if finite.numel() else (math.inf, -math.inf)
     counts = (flat.isnan().sum(), (flat == math.inf).sum(), (flat == -math.inf).sum())
     nan, posinf, neginf = (float(c) for c in counts)
-    return _row(nan, posinf, neginf, least, most)
+    return nan, posinf, neginf, least, most
 
 
 def _sampled(samples: torch.Tensor) -> torch.Tensor:
