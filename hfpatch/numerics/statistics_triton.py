@@ -19,7 +19,7 @@ import triton.language as tl
 from hfpatch.numerics.statistics import COLUMNS, DeviceRows, flattened
 
 CHUNK = 1024
-LOT = 48
+LOT = 128
 LOT_BYTES = 3 * 2**27
 WIDTH = 16
 """Floats of a row: the columns, and what makes it 64 bytes."""
@@ -162,13 +162,20 @@ def _small(meta, rows, kind: tl.constexpr, block: tl.constexpr, many: tl.constex
         tl.atomic_add(row + 6, (tl.sum(e4m3, 0) - nothing).to(tl.float32))
 
 
+class _Waiting:
+    """Tensors of one dtype that wait, with the numbers of their rows."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: list[int] = []
+
+
 class TritonRows:
     """Tensors wait by dtype; a lot is measured into rows of its own; all rows are read together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: dict[torch.dtype, list[torch.Tensor]] = {dtype: [] for dtype in DTYPES}
-        self._numbers: dict[torch.dtype, list[int]] = {dtype: [] for dtype in DTYPES}
+        self._waiting = {dtype: _Waiting() for dtype in DTYPES}
         self._bytes = 0
         self._tables: list[torch.Tensor] = []
         self._order: list[int] = []
@@ -179,8 +186,6 @@ class TritonRows:
 
     def add(self, tensor: torch.Tensor) -> int:
         """See `Rows`."""
-        number = len(self._sizes)
-        self._sizes.append(tensor.numel() * (2 if tensor.is_complex() else 1))
         waiting = self._waiting.get(tensor.dtype)
         if waiting is not None and tensor.is_contiguous() and not tensor.is_neg():
             # an alias keeps no graph alive while it waits, nor follows a parameter whose `.data` is replaced
@@ -188,24 +193,25 @@ class TritonRows:
         else:
             tensor = flattened(tensor)
             waiting = self._waiting.get(tensor.dtype)
+        number = len(self._sizes)
+        self._sizes.append(tensor.numel())
         if waiting is None:
             self._others.add(tensor)
             self._other_numbers.append(number)
             return number
-        waiting.append(tensor)
-        self._numbers[tensor.dtype].append(number)
+        waiting.tensors.append(tensor)
+        waiting.numbers.append(number)
         self._bytes += tensor.nbytes
-        if len(waiting) == LOT or self._bytes > LOT_BYTES:
+        if len(waiting.tensors) == LOT or self._bytes > LOT_BYTES:
             self._flush()
         return number
 
     def _flush(self) -> None:
         for dtype, waiting in self._waiting.items():
-            if waiting:
-                self._launch(dtype, waiting)
-                self._order.extend(self._numbers[dtype])
-                waiting.clear()
-                self._numbers[dtype].clear()
+            if waiting.tensors:
+                self._launch(dtype, waiting.tensors)
+                self._order += waiting.numbers
+                self._waiting[dtype] = _Waiting()
         self._bytes = 0
 
     def _launch(self, dtype: torch.dtype, tensors: list[torch.Tensor]) -> None:
