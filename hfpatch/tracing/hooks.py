@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,18 @@ if TYPE_CHECKING:
     from hfpatch.tracing.watch import Watch
 
 
-class Hook:
-    """A hook that does nothing on a copy of its module, deep-copied or unpickled."""
+class _Uncopied:
+    """A copy of it, deep-copied or unpickled with its module, is a hook that does nothing."""
+
+    def __deepcopy__(self, _memo: Any) -> Hook:
+        return Hook(nothing)
+
+    def __reduce__(self) -> Any:
+        return (Hook, (nothing,))
+
+
+class Hook(_Uncopied):
+    """A hook that calls a function."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
@@ -24,12 +35,6 @@ class Hook:
     def __call__(self, *args: Any) -> None:
         """Be a hook."""
         self.function(*args)
-
-    def __deepcopy__(self, _memo: Any) -> Hook:
-        return Hook(nothing)
-
-    def __reduce__(self) -> Any:
-        return (Hook, (nothing,))
 
 
 def nothing(*_: Any) -> None:
@@ -41,8 +46,34 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
+class _Before(_Uncopied):
+    """Tells that a module is called."""
+
+    def __init__(self, hooks: Hooks, path: str, keeps: bool) -> None:
+        self.hooks, self.path, self.keeps = hooks, path, keeps
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Be a hook."""
+        watch = self.hooks.watch
+        if watch is not None and not transformed():
+            watch.called(self.path, module, args, kwargs, self.keeps)
+
+
+class _After(_Uncopied):
+    """Tells what a module returned."""
+
+    def __init__(self, hooks: Hooks, path: str, keeps: bool) -> None:
+        self.hooks, self.path, self.keeps = hooks, path, keeps
+
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        """Be a hook."""
+        watch = self.hooks.watch
+        if watch is not None and not transformed():
+            watch.returned(self.path, output, self.keeps)
+
+
 class Hooks:
-    """Set on every watched module but the model itself, until they are removed.
+    """For every watched module but the model itself; set for the steps that are traced, and removed.
 
     Attributes:
         watch: Of the step that runs; None between steps.
@@ -50,26 +81,30 @@ class Hooks:
 
     def __init__(self, places: Places, *, inner: bool) -> None:
         self.watch: Watch | None = None
-        self._handles: list[RemovableHandle] = []
+        self._key: int | None = None
+        self._made: list[tuple[nn.Module, _Before, _After]] = []
         for listed, keeps in ((places.opened, True), (places.blocks, True), (places.inner if inner else {}, False)):
             for path, module in listed.items():
                 if path:
-                    self._set(path, module, keeps)
+                    self._made.append((module, _Before(self, path, keeps), _After(self, path, keeps)))
 
-    def _set(self, path: str, module: nn.Module, keeps: bool) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.watch is not None and not transformed():
-                self.watch.called(path, module, args, kwargs, keeps)
-
-        def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            if self.watch is not None and not transformed():
-                self.watch.returned(path, output, keeps)
-
-        self._handles.append(module.register_forward_pre_hook(Hook(before), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(Hook(after)))
+    def set(self) -> None:
+        """Set them, if they are not."""
+        if self._key is not None:
+            return
+        # What register_forward_hook does, with one handle for all: theirs cost more than a step's hooks when they run.
+        self._key = key = RemovableHandle(OrderedDict()).id
+        for module, before, after in self._made:
+            slots = module.__dict__
+            slots["_forward_pre_hooks"][key] = before
+            slots["_forward_pre_hooks_with_kwargs"][key] = True
+            slots["_forward_hooks"][key] = after
 
     def remove(self) -> None:
         """Take them off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._key is None:
+            return
+        for module, _, _ in self._made:
+            for slot in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"):
+                module.__dict__[slot].pop(self._key, None)
+        self._key = None

@@ -128,10 +128,10 @@ class Trace:
     def _unhook(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
-            self._hooks = None
 
     def _off(self) -> None:
         self._unhook()
+        self._hooks = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -147,6 +147,7 @@ class Trace:
         if self.wanted_steps(number):
             if self._hooks is None:
                 self._hooks = Hooks(self.places, inner=self.level == "modules")
+            self._hooks.set()
             self._watch = self._hooks.watch = Watch(
                 self.places,
                 step=Step(number, self._entered - 1),
