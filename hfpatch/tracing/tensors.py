@@ -35,11 +35,10 @@ def floating(value: Any, name: str = "", depth: int = DEPTH) -> list[tuple[str, 
             if part is None or type(part) in PLAIN:
                 continue
             path = f"{name}.{key}" if name else key
-            if isinstance(part, torch.Tensor):
-                if measurable(part):
-                    found.append((path, part))
-            else:
+            if not isinstance(part, torch.Tensor):
                 found += floating(part, path, depth - 1)
+            elif measurable(part):
+                found.append((path, part))
     return found
 
 
@@ -57,6 +56,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
+    if type(tensor) in ORDINARY:
+        return tensor
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 

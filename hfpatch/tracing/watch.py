@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from hfpatch.tracing.places import Places
 from hfpatch.tracing.tensors import cached, floating, local, measurable
 
 Role = Literal["input", "output", "parameter", "buffer"]
+SLOTS: tuple[tuple[Role, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
 
 class Watch:
@@ -57,7 +59,7 @@ class Watch:
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._numbers: dict[str, int] = {}
         self._stack: list[tuple[str, int]] = []
-        self._hooked: set[tuple[str, int, str, str]] = set()
+        self._hooked: set[tuple[str, int, str]] = set()
         self._running = False
         self._gradients = False
         self._lock = threading.Lock()
@@ -77,7 +79,7 @@ class Watch:
         """The model is called: its parameters and buffers first, then what it was given."""
         self._running = True
         for path, module in self.places.owners:
-            for role, slots in (("parameter", "_parameters"), ("buffer", "_buffers")):
+            for role, slots in SLOTS:
                 for name, tensor in module.__dict__[slots].items():
                     if tensor is not None and measurable(tensor) and self._changed(tensor):
                         self._event("weights", path, role, name, 0, tensor)
@@ -102,13 +104,15 @@ class Watch:
             return
         number = self._numbers.get(path, -1) + 1
         self._numbers[path] = number
+        if not keeps and len(args) == 1 and not kwargs and self._known(args[0]) is not None:
+            return  # most often: what another module returned
         given = floating(args)
         if kwargs:
             given += floating(kwargs)
         if not keeps:
             for name, tensor in given:
                 if self._known(tensor) is None:
-                    self._new("forward", path, "input", name, number, tensor)
+                    self._new("forward", path, "input", name, number, tensor, None)
             return
         snapshot((*args, *kwargs.values()), self.caches)
         versions = [(tensor, version(tensor)) for _, tensor in given]
@@ -119,21 +123,21 @@ class Watch:
 
     def _input(self, path: str, name: str, number: int, tensor: torch.Tensor, call: Call | None) -> None:
         known = self._known(tensor)
-        index = known if known is not None else self._new("forward", path, "input", name, number, tensor)
+        index = known if known is not None else self._new("forward", path, "input", name, number, tensor, None)
         if call is not None:
             call.inputs.append(index)
 
     def returned(self, path: str, output: Any, keeps: bool) -> None:
         """A watched module returned."""
         number = self._numbers.get(path, 0)
+        call = self.calls.get((path, number)) if keeps else None
         for name, tensor in floating(output):
-            if keeps and self.backward and tensor.requires_grad:
-                self._keep_gradient(tensor, path, number, name)
-            if self._running:
-                if self._known(tensor) is None:
-                    self._new("forward", path, "output", name, number, tensor)
-            elif (path, number, "output", name) not in self._hooked:
-                self._follow(tensor, path, "output", name, number, None)  # recomputed under checkpointing
+            if self._running and self._known(tensor) is None:
+                self._new("forward", path, "output", name, number, tensor, call)
+            elif not self._running and (path, number, name) not in self._hooked:  # recomputed under checkpointing
+                self._follow(tensor, path, "output", name, number, None, call)
+            elif call is not None and self.backward and tensor.requires_grad:
+                tensor.register_hook(partial(self._keep, call, name))
         if keeps and self._running:
             self._stack.pop()
             if self.passed is not None:
@@ -144,24 +148,28 @@ class Watch:
         known = self._seen.get(id(tensor))
         return known[2] if known and known[0]() is tensor and known[1] == version(tensor) else None
 
-    def _new(self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor) -> int:
-        event = self._event(phase, path, role, name, number, tensor)
-        self._seen[id(tensor)] = (weakref.ref(tensor), version(tensor), event.index)
-        self._follow(tensor, path, role, name, number, event.index)
-        return event.index
+    def _new(
+        self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor, call: Call | None
+    ) -> int:
+        index = self._event(phase, path, role, name, number, tensor).index
+        self._seen[id(tensor)] = (weakref.ref(tensor), version(tensor), index)
+        self._follow(tensor, path, role, name, number, index, call)
+        return index
 
     def _event(
-        self, phase: Phase, path: str, role: Any, name: str, number: int, tensor: torch.Tensor, *, against: bool = False
-    ) -> Event:
+        self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor,
+        forward: int | None = None, against: bool = False,
+    ) -> Event:  # fmt: skip
         held = local(tensor)
+        device = held.device
         events = self.step.events
         with self._lock:  # a model on several GPUs has a backward thread for each
-            gathered = self.rows.get(held.device)
+            gathered = self.rows.get(device)
             if gathered is None:
-                gathered = self.rows[held.device] = rows(held.device)
+                gathered = self.rows[device] = rows(device)
             event = Event(
-                len(events), phase, path, role, name, number, tensor.dtype, tuple(held.shape), held.device,
-                gathered.add(held), within=self._stack[-1] if self._stack else None, against=against,
+                len(events), phase, path, role, name, number, tensor.dtype, tuple(held.shape), device,
+                gathered.add(held), None, self._stack[-1] if self._stack else None, forward, against,
             )  # fmt: skip
             events.append(event)
         return event
@@ -174,43 +182,44 @@ class Watch:
         self.measured[id(tensor)] = (weakref.ref(tensor), now)
         return True
 
-    def _follow(self, tensor: torch.Tensor, path: str, role: Role, name: str, number: int, of: int | None) -> None:
+    def _follow(
+        self, tensor: torch.Tensor, path: str, role: Role, name: str, number: int, of: int | None, call: Call | None
+    ) -> None:
+        """See the gradient of a tensor, and keep it with the call that returned the tensor, if one is given."""
         if not (self.backward and tensor.requires_grad):
             return
-        self._hooked.add((path, number, role, name))
+        if role == "output":
+            self._hooked.add((path, number, name))
 
-        def gradient(grad: torch.Tensor) -> None:
-            if self.backward:
-                self._begin_backward()
-                event = self._event("backward", path, role, name, number, grad)
-                event.forward = of
-                if of in self.final and not grad.dim():
-                    self.step.start = event
-            else:
-                self.step.unseen = True
+        tensor.register_hook(partial(self._gradient, path, role, name, number, of, call))
 
-        tensor.register_hook(gradient)
-
-    def _keep_gradient(self, tensor: torch.Tensor, path: str, number: int, name: str) -> None:
-        call = self.calls.get((path, number))
-        if call is None:
+    def _gradient(
+        self, path: str, role: Role, name: str, number: int, of: int | None, call: Call | None, grad: torch.Tensor
+    ) -> None:
+        if not self.backward:
+            self.step.unseen = True
             return
+        if call is not None:
+            self._keep(call, name, grad)
+        if not self._gradients:
+            self._begin_backward()
+        event = self._event("backward", path, role, name, number, grad, of)
+        if of in self.final and not grad.dim():
+            self.step.start = event
 
-        def gradient(grad: torch.Tensor) -> None:
-            if self.backward:
-                call.grads[name] = grad
-                if self.passed is not None:
-                    self.passed(path)
-
-        tensor.register_hook(gradient)
+    def _keep(self, call: Call, name: str, grad: torch.Tensor) -> None:
+        if not self.backward:
+            return
+        call.grads[name] = grad
+        if self.passed is not None:
+            self.passed(call.path)
 
     def _begin_backward(self) -> None:
         """On the first gradient of a backward pass, ask autograd to tell when it ends: the weights are still as they
         were then, an optimizer may change them before the model is called again.
         """
-        if not self._gradients:
-            self._gradients = True
-            _after_backward(lambda: _after_backward(self._end_backward))  # behind DDP's, which reduces gradients
+        self._gradients = True
+        _after_backward(lambda: _after_backward(self._end_backward))  # behind DDP's, which reduces gradients
 
     def _end_backward(self) -> None:
         self._gradients = False
