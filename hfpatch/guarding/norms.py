@@ -54,6 +54,8 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide), strict=True):
             found[i] = norm
+    if len(groups) == 1:
+        return torch.stack(found)
     device = tensors[0].device
     wide = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
     return torch.stack([norm.to(device=device, dtype=wide) for norm in found])
