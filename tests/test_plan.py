@@ -222,7 +222,8 @@ def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(
         return scaled.to(x.dtype)
 
     monkeypatch.setattr(norm, "forward", forward)
-    found = decision(hfpatch.plan(gemma), "fp16-residual-overflow")
+    with torch.autocast("cpu", dtype=torch.float16):  # the repro is run outside the caller's region
+        found = decision(hfpatch.plan(gemma), "fp16-residual-overflow")
     assert found.decided == "applied"
     assert "warning: " in found.reason
     assert "Gemma3RMSNorm.forward changed upstream" in found.reason
