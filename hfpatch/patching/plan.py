@@ -160,6 +160,8 @@ def plan(
         ConflictError: Two patches want different things of the same place.
         InputError: Another argument cannot be used.
     """
+    import torch
+
     from hfpatch.model.added import named_by_caller
     from hfpatch.model.survey import Survey
 
@@ -179,7 +181,9 @@ def plan(
             decisions.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)"))
             continue
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
-        decisions.extend(_decide(entry, survey, dtype, chosen))
+        # conditions and repros run code of their own, whose dtypes are not those of the caller's region
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            decisions.extend(_decide(entry, survey, dtype, chosen))
     everything = SUGGESTED in names(include)
     decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
     _check_asked(decided, set(names(only)))
