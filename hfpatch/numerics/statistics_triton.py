@@ -1,4 +1,4 @@
-"""The statistics of tensors on a CUDA device, every byte read once, some dozens of tensors in one launch.
+"""The statistics of tensors on a CUDA device, every byte read once, up to 128 tensors in one launch.
 
 A launch costs the host more than a tensor of a few megabytes costs the GPU. So tensors wait, by reference, until there
 is a lot of them; one that is written to in place in the meantime is measured as it is then.

@@ -225,7 +225,8 @@ def _decide(
     )
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
-        out.append(Decision(entry.id, None, "refused", f"does not serve {have}; serves {_listed(patch.architectures)}"))
+        why = f"does not serve {have}: no case proves it there; serves {_listed(patch.architectures)}"
+        out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests))
     # Of several submodels, those it has nothing to do with are not worth a row each.
     telling = {(d.decided, d.reason, d.edits): d for d in out if d.decided != "not needed"}
     return list(telling.values()) or out[:1]
