@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
+from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack
-from hfpatch.model.survey import Survey
+from hfpatch.model.survey import Submodel, Survey
 
 STREAM = 68_000.0
 """What the stream is to reach; float16 ends at 65,504."""
@@ -66,8 +67,14 @@ def _largest(parameter: nn.Parameter) -> float:
 
 
 def _stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """Those of the submodel with the most layers; of two, of the later one: towers come before what reads them."""
-    return max(reversed(Survey(model).stacks.values()), key=lambda stacks: len(stacks[-1].layers), default=())
+    """Those of the submodel that reads tokens, with the most layers; of two, of the later one."""
+    survey = Survey(model)
+    found = [(s, stacks) for s in reversed(survey.submodels) if (stacks := survey.stacks.get(s.path))]
+
+    def size(each: tuple[Submodel, tuple[Stack, ...]]) -> tuple[bool, int]:
+        return find_embedding(each[0].model) is not None, len(each[1][-1].layers)
+
+    return max(found, key=size)[1] if found else ()
 
 
 def _writers(
