@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from hfpatch.patching import registry
-from hfpatch.patching.language import ANY, HEADINGS
+from hfpatch.patching.language import ANY, HEADINGS, Case
 from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet
+
+MANY = 8
+"""Cases alike that are counted and not listed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Explanation:
         rows += [("refuses", f"{', '.join(n for n, r in patch.refuses.items() if r == why)}: {why}") for why in reasons]
         rows += [("option", f"{name} (default {default!r})") for name, default in patch.options.items()]
         rows += [("edit", str(edit)) for edit in patch.edits]
-        rows.append(("repros", ", ".join(str(case) for case in patch.repros)))
+        rows += [("repros", text) for text in _alike(patch.repros)]
         rows += [("left alone", str(case)) for case in patch.leaves_alone]
         rows += [(heading, f"{entry.sections[heading]}\n") for heading in HEADINGS]
         return Sheet(f"{entry.id}: {patch.title}", ("", ""), tuple(rows), wide=("",))
@@ -106,6 +109,17 @@ def explain(patch_id: str) -> Explanation:
         PatchFileError: Its file has an error in it.
     """
     return Explanation(registry.get(patch_id))
+
+
+def _alike(cases: Iterable[Case]) -> list[str]:
+    """Cases in words; those that differ in nothing but the architecture as one, where they are many."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(str(replace(case, architecture="")).strip(), []).append(case)
+    return [
+        f"{what}: {len(group)} architectures, one case each" if len(group) > MANY else ", ".join(map(str, group))
+        for what, group in groups.items()
+    ]
 
 
 def _serves(entry: Entry) -> str:
