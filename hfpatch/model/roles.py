@@ -34,6 +34,12 @@ class Stack:
     branches: tuple[Place, ...]
     final_norm: Place | None
 
+    @property
+    def items(self) -> tuple[str, ...]:
+        """Paths of the list's items: the layers, or what each few of them are parts of."""
+        depth = self.path.count(".") + 2
+        return tuple(dict.fromkeys(".".join(path.split(".")[:depth]) for path, _ in self.layers))
+
 
 def stacks(survey: Survey, submodel: Submodel) -> tuple[Stack, ...]:
     """The stacks of a submodel's own, a decoder's last; none where it has none of this shape."""
