@@ -98,7 +98,7 @@ def _with_parts(llm: PreTrainedModel, part: type[Modulation] | type[Gate]) -> nn
     width = int(llm.config.get_text_config().hidden_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for _, layer in stacks[-1][-1].layers:
+        for _, layer in stacks[-1][-1].items:
             layer.add_module("modulation", part(width))
             layer.register_forward_hook(RunPart())
     return llm

@@ -17,7 +17,7 @@ from hfpatch.model.facts_buffers import Buffers, buffers_made
 from hfpatch.model.facts_experts import Experts, experts
 from hfpatch.model.facts_fused import Fused, fused
 from hfpatch.model.facts_layers import LayerList, layer_lists
-from hfpatch.model.roles import stacks, stream_dtype
+from hfpatch.model.roles import stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
 from hfpatch.model.survey import Submodel, Survey
 from hfpatch.report import Sheet
@@ -141,7 +141,9 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
     if config is not None and declared is None:
         declared = declared_dtype(config)
     total, dtypes, trainable, loaded = _count(survey.root)
-    found = [(s, each, stream_dtype(survey, s, each)) for s in survey.submodels for each in stacks(survey, s)]
+    found = [
+        (s, each, stream_dtype(survey, s, each)) for s in survey.submodels for each in survey.stacks.get(s.path, ())
+    ]
     attention = facts.attention(survey)
     return ModelInfo(
         cls=type(model).__name__,
@@ -158,7 +160,7 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         heads=facts.heads(survey),
         layers=layer_lists(survey),
         stacks=tuple(
-            StackInfo(s.path, each.path, len(each.layers), dtype_name(dtype) if dtype else None)
+            StackInfo(s.path, each.path, len(each.items), dtype_name(dtype) if dtype else None)
             for s, each, dtype in found
         ),
         norms=norm_kinds(survey),

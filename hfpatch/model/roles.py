@@ -27,6 +27,8 @@ class Stack:
     """One residual stream: its decoder layers and their parts, each with its path."""
 
     path: str
+    items: tuple[Place, ...]
+    """Of the list: the layers, or what holds a few of them each, as T5's blocks do."""
     layers: tuple[Place, ...]
     layer_norms: tuple[Place, ...]
     branch_out_norms: tuple[Place, ...]
@@ -34,19 +36,14 @@ class Stack:
     branches: tuple[Place, ...]
     final_norm: Place | None
 
-    @property
-    def items(self) -> tuple[str, ...]:
-        """Paths of the list's items: the layers, or what each few of them are parts of."""
-        depth = self.path.count(".") + 2
-        return tuple(dict.fromkeys(".".join(path.split(".")[:depth]) for path, _ in self.layers))
-
 
 def stacks(survey: Survey, submodel: Submodel) -> tuple[Stack, ...]:
     """The stacks of a submodel's own, a decoder's last; none where it has none of this shape."""
     return tuple(_stack(survey, *found) for found in _layer_lists(survey, submodel))
 
 
-def _stack(survey: Survey, list_path: str, layers: list[Place]) -> Stack:
+def _stack(survey: Survey, list_path: str, items: list[Place]) -> Stack:
+    layers = [block for item in items for block in _blocks(*item)]
     norms: list[Place] = []
     after: list[Place] = []
     branches: list[Place] = []
@@ -67,7 +64,7 @@ def _stack(survey: Survey, list_path: str, layers: list[Place]) -> Stack:
         if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
-    return Stack(list_path, tuple(layers), tuple(norms), tuple(after), tuple(branches), final)
+    return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final)
 
 
 @cache
@@ -144,9 +141,8 @@ def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Pla
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
         if len(items) < min(depths, default=0):
             continue
-        blocks = [_blocks(*item) for item in items]
-        if all(blocks):
-            found.append((path, [block for each in blocks for block in each]))
+        if all(_blocks(*item) for item in items):
+            found.append((path, items))
     nearest = min((path.count(".") for path, _ in found), default=0)
     found = [each for each in found if each[0].count(".") == nearest]
     return found if len(depths) > 1 else found[:1]

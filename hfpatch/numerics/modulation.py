@@ -255,7 +255,7 @@ def _places(survey: Survey, wanted: Iterable[int] | None) -> tuple[int, list[tup
     width = getattr(submodel.model.config.get_text_config(), "hidden_size", None)
     if not stacks or not isinstance(width, int):
         raise InputError(f"ModulationAdapter.attach: no list of decoder layers in {submodel.place}")
-    layers = list(stacks[-1].layers)
+    layers = list(stacks[-1].items)
     try:
         chosen = layers if wanted is None else [layers[i] for i in wanted]
     except IndexError as error:

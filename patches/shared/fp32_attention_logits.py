@@ -86,8 +86,8 @@ def condition(context: Context) -> Verdict:
 def hybrid(context: Context) -> bool:
     """Whether some decoder layers have no attention: recurrent ones, which carry what padded rows hold to others."""
     holders = [a.path for a in context.attentions]
-    items = [item for stack in context.stacks for item in stack.items]
-    return not all(any(p.startswith(f"{item}.") for p in holders) for item in items)
+    items = [path for stack in context.stacks for path, _ in stack.items]
+    return not all(any(p.startswith(f"{path}.") for p in holders) for path in items)
 
 
 def implementation(context: Context, _target: Target) -> str:
