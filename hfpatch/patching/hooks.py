@@ -76,16 +76,9 @@ class CastInput:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Cast if there is something to cast."""
-        name = "hidden_states" if "hidden_states" in kwargs else _first_floating(kwargs)
-        if not args and name is None:
-            return None
-        stream = args[0] if args else kwargs[name or ""]
+        stream = _stream(args, kwargs)
         cast = _cast(stream, self.rule.of(module))
-        # CTRL passes queries, keys and values by one tensor
-        return (
-            tuple(cast if value is stream else value for value in args),
-            {key: cast if value is stream else value for key, value in kwargs.items()},
-        )
+        return None if cast is stream else _handing(cast, stream, args, kwargs)
 
     def __str__(self) -> str:
         return str(self.rule)
@@ -115,11 +108,9 @@ class InFloat32:
     """
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Hand the first tensor over as a wide one."""
-        if args:
-            return ((_wide(args[0]), *args[1:]), kwargs)
-        name = _first_floating(kwargs)
-        return None if name is None else (args, {**kwargs, name: _wide(kwargs[name])})
+        """Hand the stream tensor over as a wide one."""
+        stream = _stream(args, kwargs)
+        return None if stream is None else _handing(_wide(stream), stream, args, kwargs)
 
     def __str__(self) -> str:
         return "float32"
@@ -153,8 +144,19 @@ def _float32(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _first_floating(kwargs: dict[str, Any]) -> str | None:
-    return next((k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module reads the stream from: its first argument, `hidden_states`, or the first tensor by name."""
+    if args or "hidden_states" in kwargs:
+        return args[0] if args else kwargs["hidden_states"]
+    return next((v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+
+
+def _handing(now: Any, stream: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments with another value for the stream, wherever it is passed: CTRL passes it three times."""
+    return (
+        tuple(now if value is stream else value for value in args),
+        {key: now if value is stream else value for key, value in kwargs.items()},
+    )
 
 
 def _cast(value: Any, to: torch.dtype) -> Any:
