@@ -4,7 +4,7 @@
 
 For each mapping: architectures; those whose tiny model takes a training step on its example inputs, loss and every
 gradient finite; those in which PEFT adapts exactly what `lora_targets` names; those that fp16-residual-overflow
-serves, by themselves or by their language model. A minute or so on two idle cores.
+serves, by themselves or by their language model. A few minutes on two cores.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def read_atlas(
         processes: How many; each takes some 400 MB.
         progress: Called with 1 as each is done.
 
-    Time: 40 s for all 312 on two cores.
+    Time: see `benchmarks/inspect_all.py`.
     """
     wanted = architectures() if wanted is None else wanted
     done: dict[str, Row] = {}

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.errors import InputError
-from hfpatch.model.atlas import MAPPINGS
+from hfpatch.model.atlas import MAPPINGS, architectures
 from hfpatch.model.composites_lora import peft_all, peft_qv
 from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.model.shrink import shrunk
@@ -66,8 +66,7 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
         InputError: transformers knows no such architecture, has no model of it for this task, or cannot build one
             here (`NOT_TINY`).
     """
-    if architecture in CONFIG_MAPPING:
-        architecture = home(architecture)
+    architecture = home(architecture)
     config = tiny_config(architecture, **overrides)
     tasks = [name for name, known in TASKS.items() if architecture in known]
     if task is not None and task not in tasks:
@@ -91,10 +90,10 @@ def home(architecture: str) -> str:
 
     Of several, the one that is named most like it.
     """
-    known = {name for task in TASKS.values() for name in task}
+    known = architectures()
     if architecture in known:
         return architecture
-    holders = [n for n in sorted(known & set(CONFIG_MAPPING)) if architecture in _parts(CONFIG_MAPPING[n])]
+    holders = [n for n in known if n in CONFIG_MAPPING and architecture in _parts(CONFIG_MAPPING[n])]
 
     def alike(name: str) -> int:
         return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(name, architecture, strict=False))))

@@ -80,7 +80,7 @@ FOUR_LAYERS = frozenset({"deepseek_ocr2_text", "gemma4_unified_text", "gpt_neo",
 
 T5 = ("t5", "mt5", "umt5", "longt5")
 
-LAYER_BODIES = (  # of transformers 5.17 and 5.24; others are proved in the plan, on a tiny model
+LAYER_BODIES = (  # of transformers 5.24, some of 5.17; others are proved in the plan, on a tiny model
     "8730c8be1de9", "85f10e34a98f", "f634ba73a07f", "3c942e335901", "ad4117f0a24d", "eee40f368455", "18ce8c997897",
     "f3524e68748a", "626b6a0f6852", "a1a7045af43e", "3ef3bf3931a2", "7e405834c751", "9392474cc48a", "b248046644b1",
     "c82f816dc1aa", "f2942ca5e8f1", "e313c544532e", "3d2555b16975", "2d822e762b21", "f416ee636206", "3b5ab36602f6",
