@@ -1,0 +1,108 @@
+# torch keeps forward hooks in private tables; a handle cannot be found again on a copy of a module
+# pyright: reportPrivateUsage=false
+"""Forward hooks under keys that no process hands out again.
+
+torch numbers hooks from 0 in each process. A model that was saved and loaded in another process brings its hooks'
+numbers along, and the next hook that anybody registers may take the number of one of them: it overwrites that hook,
+and its removal deletes it. So every hook of hfpatch, a lasting one or one of a trace, is written into torch's tables
+under a random negative key. torch itself hands out 0, 1, 2, ...
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+BEFORE = ("_forward_pre_hooks_with_kwargs", "_forward_pre_hooks")
+AFTER = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_hooks")
+"""Names of torch's tables: the flags first, the table of the hooks themselves last."""
+
+
+class Handle:
+    """Takes a hook off again. Calling `remove` twice is fine."""
+
+    def __init__(self, module: nn.Module, key: int) -> None:
+        self.module, self.key = module, key
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        drop(self.module, [self.key])
+
+
+def new_key() -> int:
+    """Return a random key below zero."""
+    return -1 - secrets.randbits(62)
+
+
+def before(
+    module: nn.Module, hook: Callable[..., Any], *, first: bool = False, with_kwargs: bool = False, key: int = 0
+) -> Handle:
+    """Call a hook before a module's forward.
+
+    Args:
+        module: The module.
+        hook: Called with module and arguments; what it returns replaces the arguments, as in torch.
+        first: Call it before the hooks that are there.
+        with_kwargs: Give it the keyword arguments too.
+        key: A key from `new_key`, where several hooks share one; 0 draws one.
+    """
+    return _set(module, BEFORE, hook, first, {"_forward_pre_hooks_with_kwargs": with_kwargs}, key)
+
+
+def after(
+    module: nn.Module,
+    hook: Callable[..., Any],
+    *,
+    first: bool = False,
+    with_kwargs: bool = False,
+    always: bool = False,
+    key: int = 0,
+) -> Handle:
+    """Call a hook after a module's forward.
+
+    Args:
+        module: The module.
+        hook: Called with module, arguments and output; what it returns replaces the output, as in torch.
+        first: Call it before the hooks that are there.
+        with_kwargs: Give it the keyword arguments too.
+        always: Call it where forward raised an `Exception` too; torch does not do so for a `BaseException`.
+        key: A key from `new_key`, where several hooks share one; 0 draws one.
+    """
+    flags = {"_forward_hooks_with_kwargs": with_kwargs, "_forward_hooks_always_called": always}
+    return _set(module, AFTER, hook, first, flags, key)
+
+
+def _set(
+    module: nn.Module, names: tuple[str, ...], hook: Callable[..., Any], first: bool, flags: dict[str, bool], key: int
+) -> Handle:
+    key = key or new_key()
+    for name, wanted in flags.items():
+        if wanted:
+            module.__dict__[name][key] = True
+    table = module.__dict__[names[-1]]
+    table[key] = hook
+    if first:
+        table.move_to_end(key, last=False)
+    return Handle(module, key)
+
+
+def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return torch's tables of a module's forward hooks and their flags, the hooks before the flags."""
+    return tuple(module.__dict__[name] for name in (*reversed(BEFORE), *reversed(AFTER)))
+
+
+def keys(module: nn.Module, hooks: Iterable[object]) -> list[int]:
+    """Return the keys under which a module has these very hooks."""
+    wanted = {id(hook) for hook in hooks}
+    found = (module.__dict__[names[-1]] for names in (BEFORE, AFTER))
+    return [key for table in found for key, hook in table.items() if id(hook) in wanted]
+
+
+def drop(module: nn.Module, gone: Iterable[int]) -> None:
+    """Take the hooks of these keys off a module; keys that are not there are passed over."""
+    for key in gone:
+        for table in tables(module):
+            table.pop(key, None)

@@ -1,0 +1,87 @@
+"""Private names that hfpatch relies on, each held against what the public way does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hfpatch.compat import hooks
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_a_hook_is_called_as_torch_would_call_it(first: bool, with_kwargs: bool) -> None:
+    def trail(public: bool) -> list[Any]:
+        called: list[Any] = []
+        layer = nn.Linear(2, 2)
+
+        def note(name: str) -> Any:
+            return lambda _module, *given: called.append((name, len(given)))
+
+        layer.register_forward_pre_hook(note("there before"))
+        layer.register_forward_hook(note("there after"))
+        if public:
+            layer.register_forward_pre_hook(note("before"), prepend=first, with_kwargs=with_kwargs)
+            layer.register_forward_hook(note("after"), prepend=first, with_kwargs=with_kwargs)
+        else:
+            hooks.before(layer, note("before"), first=first, with_kwargs=with_kwargs)
+            hooks.after(layer, note("after"), first=first, with_kwargs=with_kwargs)
+        layer(torch.ones(1, 2))
+        return called
+
+    assert trail(public=False) == trail(public=True)
+
+
+def test_a_hook_that_is_always_called_hears_of_an_exception() -> None:
+    called: list[str] = []
+
+    class Raises(nn.Module):
+        def forward(self) -> None:
+            raise ValueError("no")
+
+    module = Raises()
+    hooks.after(module, lambda *_: called.append("always"), always=True)
+    hooks.after(module, lambda *_: called.append("usual"))
+    with pytest.raises(ValueError, match="no"):
+        module()
+    assert called == ["always"]
+
+
+def test_removal_leaves_the_tables_as_they_were() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: None)
+    was = [dict(table) for table in hooks.tables(layer)]
+    handles = [hooks.before(layer, print, with_kwargs=True), hooks.after(layer, print, always=True, with_kwargs=True)]
+    assert [dict(table) for table in hooks.tables(layer)] != was
+    for handle in handles:
+        handle.remove()
+        handle.remove()
+    assert [dict(table) for table in hooks.tables(layer)] == was
+
+
+def test_torch_never_hands_out_a_key_of_ours() -> None:
+    """Also where a loaded model has the number that torch comes to next."""
+    layer = nn.Linear(2, 2)
+    ours = hooks.before(layer, lambda *_: None)
+    assert ours.key < 0
+    for _ in range(3):
+        assert layer.register_forward_pre_hook(lambda *_: None).id >= 0
+    assert ours.key in layer._forward_pre_hooks
+
+
+def test_hooks_are_found_again_on_a_copy() -> None:
+    class Hook:
+        def __call__(self, *_: Any) -> None: ...
+
+    layer, hook = nn.Linear(2, 2), Hook()
+    hooks.after(layer, hook)
+    copied = copy.deepcopy(layer)
+    assert hooks.keys(copied, [hook]) == []
+    assert hooks.keys(copied, copied._forward_hooks.values()) == hooks.keys(layer, [hook])
+    hooks.drop(copied, hooks.keys(layer, [hook]))
+    assert not copied._forward_hooks
+    assert layer._forward_hooks
