@@ -17,7 +17,6 @@ from hfpatch.errors import (
     InputError,
     NotAModelError,
     RefusedError,
-    RevertError,
     UnknownPatchError,
 )
 from hfpatch.model.source import build_on_meta
@@ -167,7 +166,7 @@ def test_a_failure_at_edit_k_undoes_those_before(k: int, gemma: Any, monkeypatch
         real(self, root, module, record)
 
     monkeypatch.setattr(kinds.Hook, "write", failing)
-    with pytest.raises(ApplyError, match=r"fp16-residual-overflow: .* of 'model.*no room.*everything was put back"):
+    with pytest.raises(ApplyError, match=r"fp16-residual-overflow: .* of 'model.*no room.*nothing of it is applied"):
         hfpatch.apply(gemma)
     assert len(calls) == k + 1
     assert fingerprint(gemma) == before
@@ -177,8 +176,8 @@ def test_what_someone_else_changed_since_is_not_overwritten(tiny: Any) -> None:
     model = SpeechLLM(tiny("llama"))
     fix = hfpatch.apply(model, verbose=False)
     model.ln_speech.eps = 1e-3
-    with pytest.raises(RevertError, match=r"ln_speech: eps is 0.001, hfpatch had set it to 1e-06"):
-        fix.revert()
+    fix.revert()
+    assert model.ln_speech.eps == 1e-3
     model.ln_speech.eps = 1e-6
     fix.revert()
     assert model.ln_speech.eps == 1e-4

@@ -94,11 +94,15 @@ def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(module.__dict__[name] for name in (*reversed(BEFORE), *reversed(AFTER)))
 
 
-def keys(module: nn.Module, hooks: Iterable[object]) -> list[int]:
-    """Return the keys under which a module has these very hooks."""
+def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) -> list[int]:
+    """Return the keys under which a module has these very hooks; with `silent`, those that are silenced too."""
     wanted = {id(hook) for hook in hooks}
-    found = (module.__dict__[names[-1]] for names in (BEFORE, AFTER))
-    return [key for table in found for key, hook in table.items() if id(hook) in wanted]
+    found: list[int] = []
+    for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+        for key, hook in table.items():
+            if id(hook.hook if silent and isinstance(hook, Silenced) else hook) in wanted:
+                found.append(key)
+    return found
 
 
 def drop(module: nn.Module, gone: Iterable[int]) -> None:
@@ -106,3 +110,30 @@ def drop(module: nn.Module, gone: Iterable[int]) -> None:
     for key in gone:
         for table in tables(module):
             table.pop(key, None)
+
+
+class Silenced:
+    """A hook that does nothing and keeps the place of another one."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: Any) -> None:
+        """Change nothing."""
+
+
+def silence(module: nn.Module, hooks: Iterable[object]) -> None:
+    """Let a hook that does nothing stand in the place of each of these, so that the order stays."""
+    for key in keys(module, hooks):
+        for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+            if key in table:
+                table[key] = Silenced(table[key])
+
+
+def unsilence(module: nn.Module, hooks: Iterable[object]) -> None:
+    """Put back those of these hooks that are silenced."""
+    wanted = {id(hook) for hook in hooks}
+    for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+        for key, hook in list(table.items()):
+            if isinstance(hook, Silenced) and id(hook.hook) in wanted:
+                table[key] = hook.hook

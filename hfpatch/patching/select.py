@@ -148,8 +148,15 @@ def submodel() -> Selection:
 
 
 def root() -> Selection:
-    """The object the caller passed."""
-    return Selection("the model itself", lambda c: (Target("", c.survey.root),))
+    """The object the caller passed; what torch.compile holds, where that is a wrapper of torch.compile."""
+
+    def find(context: Context) -> Iterable[Target]:
+        path, module = "", context.survey.root
+        while (inner := module.__dict__["_modules"].get("_orig_mod")) is not None:
+            path, module = f"{path}._orig_mod".lstrip("."), inner
+        return (Target(path, module),)
+
+    return Selection("the model itself", find)
 
 
 def _targets(places: Iterable[tuple[str, nn.Module]]) -> Iterable[Target]:
