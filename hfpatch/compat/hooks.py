@@ -18,7 +18,10 @@ from torch import nn
 
 BEFORE = ("_forward_pre_hooks_with_kwargs", "_forward_pre_hooks")
 AFTER = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_hooks")
-"""Names of torch's tables: the flags first, the table of the hooks themselves last."""
+"""Names of torch's tables: the flags first, the table of the hooks themselves last.
+
+A hook is entered there first and taken off there last, so that one whose setting or removal was interrupted is found.
+"""
 
 
 class Handle:
@@ -79,19 +82,19 @@ def _set(
     module: nn.Module, names: tuple[str, ...], hook: Callable[..., Any], first: bool, flags: dict[str, bool], key: int
 ) -> Handle:
     key = key or new_key()
+    table = module.__dict__[names[-1]]
+    table[key] = hook
     for name, wanted in flags.items():
         if wanted:
             module.__dict__[name][key] = True
-    table = module.__dict__[names[-1]]
-    table[key] = hook
     if first:
         table.move_to_end(key, last=False)
     return Handle(module, key)
 
 
 def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return torch's tables of a module's forward hooks and their flags, the hooks before the flags."""
-    return tuple(module.__dict__[name] for name in (*reversed(BEFORE), *reversed(AFTER)))
+    """Return torch's tables of a module's forward hooks and their flags, the flags before the hooks."""
+    return tuple(module.__dict__[name] for name in (*BEFORE, *AFTER))
 
 
 def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) -> list[int]:
