@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -119,10 +120,10 @@ def trials(name: str, every: int = 1, first: int = 1) -> Iterator[tuple[str, str
         for at in itertools.count(first, every):
             error = ENDS[at % 2]
             if what == "apply":
-                where = interrupted(lambda: carry_out(model, made), at, error)
+                where = interrupted(partial(carry_out, model, made), at, error)
             else:
                 carry_out(model, made)
-                where = interrupted(lambda: hfpatch.revert(model), at, error)
+                where = interrupted(partial(hfpatch.revert, model), at, error)
             hfpatch.revert(model)
             left = "" if state(model) == before else "the model is not what it was"
             if hfpatch.status(model).edits or any(records_of(m) for m in model.modules()):

@@ -85,14 +85,12 @@ class TensorInPlace(Kind):
             return State("gone", "no tensor any more")
         if tensor.shape != record.before.shape:
             return State("changed", f"of shape {tuple(tensor.shape)}")
-        if type(tensor.data) is not type(record.before):
-            return State("changed", f"a {type(tensor.data).__name__}")
-        return State("changed", "on meta") if tensor.is_meta else HERE
+        return HERE
 
     def compare(self, root: nn.Module, module: nn.Module, record: Record) -> State:
         state = self.read(root, module, record)
         tensor = _tensor(module, record.slot)
-        if tensor is None or state != HERE:
+        if tensor is None or state != HERE or _elsewhere(tensor):
             return state
         now = tensor.detach()
         if torch.equal(now, record.after(record.before).to(now)):
@@ -100,6 +98,10 @@ class TensorInPlace(Kind):
         if torch.equal(now, record.before.to(now)):
             return State("gone", self.now(module, record.slot))
         return State("trained", f"trained or set since ({self.now(module, record.slot)})")
+
+    def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        tensor = _tensor(module, record.slot)
+        return None if tensor is None else _elsewhere(tensor)
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _put(module, record, record.before)
@@ -120,9 +122,20 @@ def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def _elsewhere(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's values are not all here to be compared or written; None where they are."""
+    if tensor.is_meta:
+        return "on meta: its values are offloaded, or were never loaded"
+    if type(tensor.data) is not torch.Tensor:
+        return f"a {type(tensor.data).__name__}, whose values are not all here: take the wrapper off that shards it"
+    return None
+
+
 def _put(module: nn.Module, record: Record, values: torch.Tensor) -> None:
     tensor = _tensor(module, record.slot)
     if tensor is not None and tensor.shape == values.shape:
+        if elsewhere := _elsewhere(tensor):
+            raise RuntimeError(f"it is {elsewhere}")
         with torch.no_grad():
             tensor.copy_(values)
 
