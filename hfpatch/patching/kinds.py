@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from hfpatch.compat import hooks
+from hfpatch.model.lora_expand import wrapped
+from hfpatch.model.survey import Survey
 from hfpatch.patching.adapters import AdapterTargets
 from hfpatch.patching.attention import AttentionChoice
 from hfpatch.patching.functions import OnePlusTanh
@@ -101,6 +103,9 @@ class TensorInPlace(Kind):
 
     def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
         tensor = _tensor(module, record.slot)
+        outside = wrapped(Survey(root))
+        if outside is not None and outside[1] == "FSDP":
+            return f"inside FSDP ({outside[0] or 'the model'}), which keeps the values in shards of its own"
         return None if tensor is None else _elsewhere(tensor)
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
