@@ -70,10 +70,20 @@ def condition(context: Context) -> Verdict:
         return NotNeeded("no added norm feeds it; native norms keep the eps they came with")
     wanted = backbone_eps(context)
     if wanted is None:
-        return Refused("the backbone's final norm has no eps to align to")
+        return Refused(_no_eps(context))
     if not [t for t in added if misaligned(context, t)]:
         return NotNeeded(f"of {len(added)} added norms, none has an eps that can be set and is not {wanted:g}")
     return Needed(f"added norms differ from the backbone's eps {wanted:g}")
+
+
+def _no_eps(context: Context) -> str:
+    """Why there is no eps to align to: the norm that ends the stream has none, or was not found."""
+    from hfpatch.model.roles import unread
+
+    if context.stack is not None and context.stack.final_norm is not None:
+        return "the backbone's final norm has no eps to align to"
+    hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
+    return f"which norm ends the backbone's stream cannot be told: {hidden or 'no list of decoder layers was found'}"
 
 
 def effect(context: Context, target: Target) -> Effect:

@@ -114,8 +114,12 @@ POST_NORM = "attention and MLP read the raw stream, their norms come after them;
 
 def condition(context: Context) -> Verdict:
     """Needed where the stream is, or is planned to be, float16."""
+    from hfpatch.model.roles import unread
+    from hfpatch.patching.wrapped import obstacle
+
     if not context.stacks or any(s.final_norm is None for s in context.stacks) or context.stream_dtype is None:
-        return Refused("no list of decoder layers with a final norm and weights was found")
+        hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
+        return Refused(hidden or "no list of decoder layers with a final norm and weights was found")
     now, planned = str(context.stream_dtype).removeprefix("torch."), context.compute_dtype
     dtype = now if planned is None else str(planned).removeprefix("torch.")
     if dtype == "float32" and select.branch_maps(KEPT_IN_FLOAT32).count(context):
@@ -125,6 +129,8 @@ def condition(context: Context) -> Verdict:
     sharded = [path for s in context.stacks for path, layer in s.layers if _casts_back(layer)]
     if sharded:
         return Refused(f"{sharded[0]}: FSDP casts the layer's input back; wrap with cast_forward_inputs=False")
+    if around := obstacle(context.stacks, planned):
+        return Refused(around)
     is_now = "is" if now == dtype else f"is {now} and planned to be"
     return Needed(f"the residual stream {is_now} float16: it cannot hold more than 65,504")
 
@@ -169,6 +175,8 @@ PATCH = Patch(
         edits.cast_input(select.first_layer(), to="float32"),
         edits.cast_input(select.branch_out_norms(), to="float32"),
         edits.in_float32(select.torch_norms()),
+        edits.in_float32(select.maps_around()),
+        edits.cast_input(select.parts_around(), to="weights"),
         edits.cast_input(select.branches(), to="weights"),
         edits.in_float32(select.branch_maps(KEPT_IN_FLOAT32)),
         edits.cast_output(select.final_norm(), to="weights"),
