@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hfpatch.compat.sharding import narrows_stream
+from hfpatch.errors import RefusedError
 from hfpatch.model.roles import weights_dtype
 
 
@@ -76,7 +78,13 @@ class CastInput:
     rule: DtypeRule
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Cast if there is something to cast."""
+        """Cast if there is something to cast.
+
+        Raises:
+            RefusedError: FSDP would cast the float32 stream back on its way through the module.
+        """
+        if self.rule.weight is None and (why := narrows_stream(module)):
+            raise RefusedError(f"the stream was set to run in float32, and a {type(module).__name__} undoes it: {why}")
         stream = _stream(args, kwargs)
         cast = _cast(stream, self.rule.of(module))
         return None if cast is stream else _handing(cast, stream, args, kwargs)
