@@ -180,6 +180,11 @@ def test_a_final_norm_that_was_not_found_is_not_said_to_have_no_eps(make: Any, i
     assert said.reason.startswith("which norm ends the backbone's stream cannot be told: ")
 
 
+def test_a_norm_of_a_wrapper_is_aligned(ids: torch.Tensor) -> None:
+    edits = hfpatch.plan(wrapped("llama", nested, ids), include="suggested").edits
+    assert [e.path for e in edits if e.slot == "eps"] == [f"model.layers.{i}.norm" for i in range(4)]
+
+
 def test_norms_in_a_held_layer_are_the_models_own(ids: torch.Tensor) -> None:
     model = wrapped("llama", Normed, ids)
     survey = Survey(model)

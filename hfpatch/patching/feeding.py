@@ -100,9 +100,15 @@ def _between(survey: Survey, home: str, path: str) -> Iterator[str]:
     stock = survey.holder(path) is not None
     path = path.rpartition(".")[0]
     while path and path != home:
-        if not stock or path in survey.added:
+        if not stock or (path in survey.added and not _is_layer(survey, path)):
             yield path
         path = path.rpartition(".")[0]
+
+
+def _is_layer(survey: Survey, path: str) -> bool:
+    """True for an item of a list that a transformers model made: a layer of its own, with what a user put around it."""
+    outer = path.rpartition(".")[0]
+    return outer not in survey.added and isinstance(survey.modules[outer], nn.ModuleList)
 
 
 def _layer_of_encoder(survey: Survey, home: str, path: str) -> str:

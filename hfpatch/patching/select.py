@@ -54,8 +54,8 @@ def layers() -> Selection:
 
 
 def first_layer() -> Selection:
-    """The first decoder layer: where the residual stream begins."""
-    return _of_stacks("the first decoder layer", lambda s: s.layers[:1])
+    """The first decoder layer, with what a block or a user's module around it adds: where the stream begins."""
+    return _of_stacks("the first decoder layer", lambda s: s.items[:1])
 
 
 def layer_norms() -> Selection:
