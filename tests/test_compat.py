@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hfpatch.compat import hooks
+from hfpatch.compat import hooks, sharding
+from tests import lifecycle
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -85,3 +87,34 @@ def test_hooks_are_found_again_on_a_copy() -> None:
     hooks.drop(copied, hooks.keys(layer, [hook]))
     assert not copied._forward_hooks
     assert layer._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("words", "casts", "said"),
+    [
+        ({"param_dtype": torch.float16}, True, "cast_forward_inputs=False"),
+        ({"param_dtype": torch.bfloat16}, True, "cast_forward_inputs=False"),
+        ({"param_dtype": torch.float16, "cast_forward_inputs": False}, False, ""),
+        ({"param_dtype": torch.float32}, False, ""),
+        ({"output_dtype": torch.float16}, True, "output_dtype=None"),
+        ({}, False, ""),
+    ],
+)
+def test_a_policy_of_fsdp_is_read_as_fsdp_does_it(words: dict[str, Any], casts: bool, said: str) -> None:
+    lifecycle.gloo()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    seen: list[torch.dtype] = []
+
+    class Passes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.dtype)
+            return x * 1
+
+    layer = Passes(2, 2)
+    assert sharding.narrows_stream(layer) == ""
+    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**words))
+    out = layer(torch.ones(1, 2))
+    assert ({*seen, out.dtype} != {torch.float32}) is casts
+    found = sharding.narrows_stream(layer)
+    assert said in found
+    assert bool(found) is casts

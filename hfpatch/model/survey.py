@@ -87,6 +87,19 @@ class Survey:
         return {s.path: found for s in self.submodels if (found := stacks(self, s))}
 
     @cached_property
+    def homes(self) -> dict[str, str]:
+        """Paths of layers that a user's modules hold, each with the path that the layer has in the stock model."""
+        every = (pair for stacks in self.stacks.values() for stack in stacks for pair in stack.wrappers)
+        return {layer: item for (item, _), (layer, _) in every}
+
+    def stock_path(self, path: str) -> str:
+        """A path as it is without the users' modules around layers."""
+        outer = path
+        while outer and outer not in self.homes:
+            outer = outer.rpartition(".")[0]
+        return f"{self.homes[outer]}{path[len(outer) :]}" if outer else path
+
+    @cached_property
     def attentions(self) -> dict[str, list[Attention]]:
         """Attention modules of each submodel's own, by the submodel's path."""
         from hfpatch.model.attention import attentions
