@@ -93,7 +93,11 @@ def test_hooks_around_many_modules_are_called_as_torch_would_call_them_and_leave
     was = [[dict(table) for table in hooks.tables(m)] for m in model.modules()]
     called: list[tuple[str, int]] = []
     around = [
-        (layer, lambda *given: called.append(("before", len(given))), lambda *given: called.append(("after", len(given))))
+        (
+            layer,
+            lambda *given: called.append(("before", len(given))),
+            lambda *given: called.append(("after", len(given))),
+        )
         for layer in model
     ]
     key = hooks.around(around)
