@@ -118,3 +118,24 @@ def test_a_policy_of_fsdp_is_read_as_fsdp_does_it(words: dict[str, Any], casts: 
     found = sharding.narrows_stream(layer)
     assert said in found
     assert bool(found) is casts
+
+
+def test_hooks_around_many_modules_are_called_as_torch_would_call_them_and_leave_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_pre_hook(lambda *_: None)
+    was = [[dict(table) for table in hooks.tables(m)] for m in model.modules()]
+    called: list[tuple[str, int]] = []
+    around = [
+        (
+            layer,
+            lambda *given: called.append(("before", len(given))),
+            lambda *given: called.append(("after", len(given))),
+        )
+        for layer in model
+    ]
+    key = hooks.around(around)
+    model(torch.ones(1, 2))
+    assert called == 2 * [("before", 3), ("after", 3)]
+    hooks.drop_around(around, key)
+    hooks.drop_around(around, key)
+    assert [[dict(table) for table in hooks.tables(m)] for m in model.modules()] == was

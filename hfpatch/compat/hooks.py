@@ -92,6 +92,33 @@ def _set(
     return Handle(module, key)
 
 
+Around = tuple[nn.Module, Callable[..., Any], Callable[..., Any]]
+"""A module, what is called before its forward (with keyword arguments), and what is called after it."""
+
+
+def around(modules: Iterable[Around]) -> int:
+    """Set hooks on many modules, and return the one key they are under; `drop_around` takes them off.
+
+    There is no handle for each: setting those would cost a trace more than its hooks do.
+    """
+    key = new_key()
+    for module, called, returned in modules:
+        slots = module.__dict__
+        slots["_forward_pre_hooks"][key] = called
+        slots["_forward_pre_hooks_with_kwargs"][key] = True
+        slots["_forward_hooks"][key] = returned
+    return key
+
+
+def drop_around(modules: Iterable[Around], key: int) -> None:
+    """Take off what `around` set."""
+    for module, _, _ in modules:
+        slots = module.__dict__
+        slots["_forward_pre_hooks"].pop(key, None)
+        slots["_forward_pre_hooks_with_kwargs"].pop(key, None)
+        slots["_forward_hooks"].pop(key, None)
+
+
 def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return torch's tables of a module's forward hooks and their flags, the flags before the hooks."""
     return tuple(module.__dict__[name] for name in (*BEFORE, *AFTER))

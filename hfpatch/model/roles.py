@@ -18,7 +18,7 @@ from torch import nn
 
 from hfpatch.model.code import is_self, tree_of
 from hfpatch.model.norms import acts_as_norm
-from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, inside, is_stock
+from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, elements, inside, is_stock
 
 Place = tuple[str, nn.Module]
 
@@ -275,5 +275,5 @@ def weights_dtype(module: nn.Module) -> torch.dtype | None:
     counts: dict[torch.dtype, int] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + elements(parameter)
     return max(counts, key=lambda d: counts[d]) if counts else None
