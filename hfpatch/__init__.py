@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from hfpatch.patching.status import Status as Status
     from hfpatch.patching.status import status as status
     from hfpatch.patching.undo import revert as revert
+    from hfpatch.patching.verify import Proof as Proof
+    from hfpatch.patching.verify import verify as verify
     from hfpatch.scanning.report import ScanReport as ScanReport
     from hfpatch.scanning.scan import scan as scan
 
@@ -72,6 +74,8 @@ _HOMES = {
     "list_patches": "hfpatch.patching.catalogue",
     "Plan": "hfpatch.patching.decision",
     "plan": "hfpatch.patching.plan",
+    "Proof": "hfpatch.patching.verify",
+    "verify": "hfpatch.patching.verify",
 }
 
 __all__ = [
@@ -84,6 +88,7 @@ __all__ = [
     "ModelInfo",
     "Outcome",
     "Plan",
+    "Proof",
     "ScanReport",
     "Status",
     "__version__",
@@ -104,6 +109,7 @@ __all__ = [
     "status",
     "trace",
     "validate_loss",
+    "verify",
 ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,6 +54,38 @@ def quiet_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+TEXT = """\
+The harbour was quiet when the first boats came back. Two men carried the nets to the wall, while a boy counted the
+fish and wrote 1, 12, 37 in a small book. Die Sonne stand tief über dem Wasser. 海は静かだった。 Море было спокойно.
+def mean(values):
+    return sum(values) / len(values)  # of nothing: ZeroDivisionError
+"""
+"""Run where no text is named: prose, other scripts, figures and code, so that the values are those of real use."""
+
+CHARACTERS = 64
+"""Read for each token asked for, so that a large file is not read whole; few tokens are longer."""
+
+
+def read_text(file: str | None, tokens: int) -> str:
+    """Enough of a file of text for so many tokens, of stdin for `-`, or the text that is built in.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    if file is None:
+        return TEXT
+    try:
+        if file == "-":
+            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read(CHARACTERS * tokens)
+        with Path(file).open(encoding="utf-8") as lines:
+            return lines.read(CHARACTERS * tokens)
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {file}: not UTF-8 at byte {error.start:,}; want a file of text") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"--text {file[:80]}: cannot be read ({why}); want a file of text, or - for stdin") from error
 
 
 def torch_device(name: str | None) -> torch.device:

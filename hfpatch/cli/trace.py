@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 import traceback
@@ -18,6 +17,7 @@ from hfpatch.cli.common import (
     TrustRemoteCode,
     broken_patch_files,
     quiet_transformers,
+    read_text,
     show_json,
     torch_device,
 )
@@ -29,17 +29,6 @@ if TYPE_CHECKING:
 
     from hfpatch.tracing.checkpoint import Checkpoint
     from hfpatch.tracing.trace import Trace
-
-TEXT = """\
-The harbour was quiet when the first boats came back. Two men carried the nets to the wall, while a boy counted the
-fish and wrote 1, 12, 37 in a small book. Die Sonne stand tief über dem Wasser. 海は静かだった。 Море было спокойно.
-def mean(values):
-    return sum(values) / len(values)  # of nothing: ZeroDivisionError
-"""
-"""Run where no text is named: prose, other scripts, figures and code, so that the values are those of real use."""
-
-CHARACTERS = 64
-"""Read for each token asked for, so that a large file is not read whole; few tokens are longer."""
 
 NAMED = 5
 """Tensors that a note names; `--json` has all."""
@@ -84,7 +73,7 @@ def trace(
     JSON: `{"model", "run", "checkpoint", "findings", "meant", "advice", "patches"}`, and `headroom` if asked for.
     """
     _check(tokens, backward, loss_scale, html, plot, out)
-    words = _read(text, tokens)
+    words = read_text(text, tokens)
     broken_patch_files()
     quiet_transformers()
     import transformers
@@ -135,21 +124,6 @@ def _check(tokens: int, backward: bool, loss_scale: float | None, html: File, pl
             raise InputError(f"cannot write {path}: want a file in a directory that exists")
     if plot is not None and find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib: pip install hfpatch[plot]")
-
-
-def _read(file: str | None, tokens: int) -> str:
-    if file is None:
-        return TEXT
-    try:
-        if file == "-":
-            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read(CHARACTERS * tokens)
-        with Path(file).open(encoding="utf-8") as lines:
-            return lines.read(CHARACTERS * tokens)
-    except UnicodeDecodeError as error:
-        raise InputError(f"--text {file}: not UTF-8 at byte {error.start:,}; want a file of text") from error
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--text {file[:80]}: cannot be read ({why}); want a file of text, or - for stdin") from error
 
 
 def _run(

@@ -72,21 +72,26 @@ class Applied:
         with one_at_a_time():
             undo_all(self.model, logged(self.model, self.id))
 
-    def verify(self, batch: Mapping[str, Any]) -> Proof:
+    def verify(self, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
         """Run this model on this batch, before and after, against float32 with the same weights.
 
+        Edits that claim to compute the same are measured against the model without them. What changes the function (a
+        projector drawn anew) is in place in every row, and what it did to the loss is said on its own. Where nothing
+        is applied this compares dtypes, as `hfpatch.verify` does.
+
         Args:
-            batch: Keyword arguments of the model: `input_ids [batch, tokens]` and what else it takes.
+            batch: As for `hfpatch.verify`.
+            runs: As for `hfpatch.verify`, e.g. `["before", "after"]`.
 
         Returns:
             Loss, KL and top-1 for: as it was, patched, and the stock alternatives. Prints as a table.
 
         Raises:
-            InputError: The batch does not run, or the model returns no logits.
+            InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
         """
         from hfpatch.patching.verify import prove
 
-        return prove(self, batch)
+        return prove(self, batch, runs)
 
     def sheet(self) -> Sheet:
         """As a table."""

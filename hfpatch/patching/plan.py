@@ -78,10 +78,21 @@ def plan(
         # conditions and repros run code of their own, whose dtypes are not those of the caller's region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             decisions.extend(_decide(entry, survey, dtype, chosen))
+    considered = (wanted is None or UNSERVED in wanted) and UNSERVED not in excluded
+    decisions = [*_beside(decisions), *(_not_served(survey, dtype) if considered else [])]
     everything = SUGGESTED in names(include)
     decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
     _check_conflicts(survey.root, decided)
     return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
+
+
+def _not_served(survey: Survey, dtype: torch.dtype | None) -> list[Decision]:
+    """A refusal for each stack that runs in float16 and that no patch serves."""
+    from hfpatch.patching.unserved import unserved
+
+    return [
+        Decision(UNSERVED, row.path, "refused", str(row), vital=True, unasked=True) for row in unserved(survey, dtype)
+    ]
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:

@@ -22,7 +22,10 @@ from hfpatch.patching.language import Case
 
 @dataclass(frozen=True)
 class Trial:
-    """A built case. `model` may be patched; `master` is not: the same weights in float32, with eager attention."""
+    """A built case. `model` may be patched; `master` is not: the same weights in float32, with eager attention.
+
+    Buffers of the master are not rounded, those of the model are cast with it.
+    """
 
     case: Case
     model: nn.Module
@@ -93,7 +96,7 @@ def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def build(case: Case) -> Trial:
-    """Build a case. The reference has the weights as rounded to the case's dtype.
+    """Build a case. The reference has the weights as rounded to the case's dtype, and buffers in float32.
 
     Raises:
         InputError: The case names no architecture or composite there is, or a glob that matches nothing.
@@ -105,8 +108,12 @@ def build(case: Case) -> Trial:
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): want one of {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
-    nn.Module.to(model, case.device, getattr(torch, case.dtype)).eval()  # in place
-    master = copy.deepcopy(model).float()
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    master = nn.Module.to(copy.deepcopy(model), case.device).eval()
+    with torch.no_grad():
+        for parameter in master.parameters():
+            parameter.copy_(parameter.to(dtype))
+    nn.Module.to(model, case.device, dtype).eval()  # in place
     for module in llm.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = case.attention  # pyright: ignore[reportPrivateUsage]

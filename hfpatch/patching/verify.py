@@ -1,39 +1,55 @@
-"""Proof: a patch's own cases, and one model on one batch, before and after, against float32."""
+"""Proof: a patch's own cases; and one model on one batch, as it is and in other dtypes, against float32."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hfpatch.errors import HfpatchError, InputError
-from hfpatch.model.survey import Survey
-from hfpatch.patching.edits import lifted
+from hfpatch.errors import HfpatchError, UnknownPatchError
+from hfpatch.model.survey import Survey, root_module
+from hfpatch.patching import registry
+from hfpatch.patching.compare import Edited, compare
+from hfpatch.patching.context import Context, Target
+from hfpatch.patching.edits import lifted, records_of
+from hfpatch.patching.figures import Figures, Proof
+from hfpatch.patching.kind import Record
 from hfpatch.patching.language import Case
+from hfpatch.patching.lending import weights_as
 from hfpatch.patching.registry import Entry
-from hfpatch.report import Sheet
 
 if TYPE_CHECKING:
     from hfpatch.patching.apply import Applied
+    from hfpatch.patching.arguments import Names
 
-IGNORED = -100
-"""Label of a position that does not count, as in transformers."""
+__all__ = [
+    "CaseResult",
+    "Figures",
+    "Proof",
+    "prove",
+    "prove_patch",
+    "try_case",
+    "try_repro",
+    "verify",
+    "weights_as",
+]
+
+NO_GPU = "skipped: no GPU"
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How a patch did on one of its cases."""
+    """How a patch did on one of its cases. One that needs a GPU and finds none is skipped, which is not passed."""
 
     patch: str
     kind: str
     case: str
     passed: bool
     text: str
+    skipped: bool = False
 
 
 def prove_patch(entry: Entry) -> list[CaseResult]:
@@ -44,6 +60,8 @@ def prove_patch(entry: Entry) -> list[CaseResult]:
 
 def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
     """Run one case: a `repro` must show the symptom and lose it, a `left alone` case must not be patched."""
+    if case.device == "cuda" and not torch.cuda.is_available():
+        return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
     try:
         return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
     except (
@@ -84,224 +102,60 @@ def _try_negative(entry: Entry, case: Case) -> CaseResult:
     return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One way to run the model, on one batch.
+def verify(model: object, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
+    """Run a model on a batch as it is, and in other dtypes, and hold each against float32 with the same weights.
 
-    Attributes:
-        name: `before`, `after`, or a stock alternative.
-        loss: Mean cross-entropy of the next token, in nats; NaN where the logits are, or no token has a target.
-        kl: Mean KL divergence from the reference to this, in nats a token.
-        top1: Share of tokens whose most likely token is the reference's.
-        finite: Whether every logit is finite.
+    Patches that it carries are judged as `Applied.verify` does; without any, this compares dtypes. The loss is the
+    model's own. The model is left as it was, and no second copy of its weights is made.
+
+    Args:
+        model: A module, however wrapped, or an object whose `.model` is one (a Trainer).
+        batch: Keyword arguments of the model: `input_ids [batch, tokens]` and what else it takes. A causal model that
+            is given no labels gets `input_ids`, without padding, as labels.
+        runs: Names of the rows wanted, e.g. `["as it is", "bfloat16 weights"]`; all if not given.
+
+    Returns:
+        Loss, KL and top-1 of each row; on a GPU time and memory of a step. Prints as a table.
+
+    Raises:
+        NotAModelError: `model` holds no torch module.
+        InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
     """
-
-    name: str
-    loss: float
-    kl: float
-    top1: float
-    finite: bool
+    root = root_module(model)
+    return compare(root, batch, _carried(root), runs)
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A model on a batch: before, after, and the stock alternatives, against float32 with the same weights."""
-
-    reference: Figures
-    rows: tuple[Figures, ...]
-    notes: tuple[str, ...]
-
-    def __getitem__(self, name: str) -> Figures:
-        """A row by name: `before`, `after`, `bfloat16 weights`, ..."""
-        for row in (self.reference, *self.rows):
-            if row.name == name:
-                return row
-        raise KeyError(f"no row {name!r}; there are: {', '.join(r.name for r in self.rows)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "reference": asdict(self.reference),
-            "rows": [asdict(r) for r in self.rows],
-            "notes": list(self.notes),
-        }
-
-    def sheet(self) -> Sheet:
-        """As a table."""
-        rows = tuple((r.name, _number(r.loss), _number(r.kl), _percent(r.top1)) for r in (self.reference, *self.rows))
-        return Sheet("Verified on this batch", ("run", "loss", "KL to float32", "top-1"), rows, self.notes)
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
-
-
-ALTERNATIVES: tuple[tuple[str, torch.dtype, torch.dtype | None], ...] = (
-    ("bfloat16 weights", torch.bfloat16, None),
-    ("bfloat16 weights, float16 autocast", torch.bfloat16, torch.float16),
-    ("float32 weights, float16 autocast", torch.float32, torch.float16),
-)
-"""Stock ways to run a model on half-precision hardware: name, dtype of the weights, dtype of autocast."""
-
-
-def prove(applied: Applied, batch: Mapping[str, Any]) -> Proof:
+def prove(applied: Applied, batch: Mapping[str, Any], runs: Names = None) -> Proof:
     """See `Applied.verify`. The model is left as it was: patched, in its mode, its weights untouched."""
-    model = applied.model
-    log = applied.log()
-    if not log:
-        raise InputError("nothing is applied to this model (any more), so there is no before and after to verify")
-    inputs, device = _placed(model, batch)
-
-    def run(weights: torch.dtype | None, autocast: torch.dtype | None) -> torch.Tensor:
-        if weights is None:  # as the caller runs it, an active autocast region included
-            return _logits(model, inputs)
-        with weights_as(model, weights), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            return _logits(model, _cast_floats(inputs, weights))
-
-    notes: list[str] = []
-    with _evaluating(model), torch.no_grad():
-        with lifted(model, log):
-            exact = run(torch.float32, None)
-            targets = _targets(inputs, exact)
-            reference = _score("float32 (reference)", exact, exact, targets)
-            before = _score("before", run(None, None), exact, targets)
-            stock = [_stock(name, lambda w=w, a=a: run(w, a), exact, targets, notes) for name, w, a in ALTERNATIVES]
-        after = _score("after", run(None, None), exact, targets)
-    notes += [f"{int((targets != IGNORED).sum())} tokens scored; loss and KL in nats a token"]
-    quantised = sum(not p.is_floating_point() for p in model.parameters())
-    if quantised:
-        notes.append(f"{quantised} quantised weights run as they are in every row")
-    return Proof(reference, (before, after, *stock), tuple(notes))
+    effects = {(id(e.module), e.slot, d.patch): d.effect for d in applied.plan.of("applied") for e in d.edits}
+    edits = [Edited(m, r, str(effects.get((id(m), r.slot, r.patch), "unknown"))) for m, r in applied.log()]
+    return compare(applied.model, batch, edits, runs)
 
 
-def _stock(
-    name: str, run: Callable[[], torch.Tensor], exact: torch.Tensor, targets: torch.Tensor, notes: list[str]
-) -> Figures:
-    try:
-        return _score(name, run(), exact, targets)
-    except RuntimeError as error:  # an alternative that this model's own code does not take
-        notes.append(f"{name}: does not run here ({str(error).splitlines()[0]})")
-        return Figures(name, math.nan, math.nan, 0.0, finite=False)
-
-
-def _placed(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.device]:
-    """The batch where the model is."""
-    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(
-            f"verify wants the model's keyword arguments, such as {{'input_ids': ids}}; got {type(batch).__name__}"
-        )
-    if used := sorted({"past_key_values", "cache"} & set(batch)):
-        raise InputError(f"verify runs the whole sequence in every dtype: leave {used[0]} out of the batch")
-    devices = {p.device for p in model.parameters()}
-    if any(d.type == "meta" for d in devices):
-        raise InputError(
-            "some weights are on meta (not loaded, or offloaded): verify runs the model, so load them first"
-        )
-    device = next(model.parameters()).device
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}, device
-
-
-@contextlib.contextmanager
-def weights_as(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
-    """Run a model as if its floating-point weights were in another dtype, block by block. For inference only.
-
-    The weights of a decoder layer are cast when its forward begins and put back when it ends; all others
-    (embedding, head, projectors) for the whole run. So the extra memory is theirs and one layer's, not a copy
-    of the model. The parameters stay the same objects; only their `.data` is lent.
-    """
-    survey = Survey(model)
-    blocks = [layer for stacks in survey.stacks.values() for stack in stacks for _, layer in stack.layers]
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    lent: dict[nn.Parameter, torch.Tensor] = {}
-
-    def lend(parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.is_floating_point() and parameter not in lent:
-                lent[parameter] = parameter.data
-                parameter.data = parameter.data.to(dtype)
-
-    def give_back(parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter in lent:
-                parameter.data = lent.pop(parameter)
-
-    # before every other hook of the block, so that casts that follow the weights see the lent ones
-    handles = [b.register_forward_pre_hook(lambda m, _a: lend(m.parameters()), prepend=True) for b in blocks]
-    handles += [b.register_forward_hook(lambda m, _a, _o: give_back(m.parameters())) for b in blocks]
-    try:
-        lend(p for p in model.parameters() if id(p) not in inside)
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        give_back(list(lent))
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    flags = [(m, m.training) for m in model.modules()]
-    for module, _ in flags:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    try:
-        output = model(**inputs)
-    except (TypeError, ValueError, IndexError) as error:
-        raise InputError(f"the batch does not fit {type(model).__name__}: {error}") from error
-    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, Mapping):
-        logits = output.get("logits")
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
-        raise InputError(f"{type(model).__name__} gave no logits [batch, tokens, vocabulary]; verify compares those")
-    return logits.detach()
-
-
-def _targets(inputs: Mapping[str, Any], logits: torch.Tensor) -> torch.Tensor:
-    """Next token for each position `[batch, tokens]`, `IGNORED` where there is none or it is padding."""
-    labels = inputs.get("labels")
-    if labels is None:
-        labels = inputs.get("input_ids")
-        mask = inputs.get("attention_mask")
-        if isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
-            labels = labels.masked_fill(mask == 0, IGNORED)
-    out = torch.full(logits.shape[:2], IGNORED, device=logits.device)
-    if isinstance(labels, torch.Tensor) and labels.dim() == 2:
-        width = min(labels.shape[1], logits.shape[1])  # a composite may put frames before the text
-        out[:, -width:-1] = labels[:, -width:][:, 1:].to(out.device)
+def _carried(root: nn.Module) -> list[Edited]:
+    """Every edit a model carries, with the effect it has on this model, for whoever lost the handle."""
+    log = [(module, record) for module in root.modules() for record in records_of(module)]
+    out: list[Edited] = []
+    for patch in dict.fromkeys(record.patch for _, record in log):
+        mine = [(m, r) for m, r in log if r.patch == patch]
+        out += [Edited(m, r, effect) for (m, r), effect in zip(mine, _effects(root, patch, mine), strict=True)]
     return out
 
 
-def _score(name: str, logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> Figures:
-    """Figures over the positions that have a target; over all of them where none has. In float64, by chunks."""
-    keep = (targets != IGNORED) if bool((targets != IGNORED).any()) else torch.ones_like(targets, dtype=torch.bool)
-    mine, theirs, wanted = logits[keep], exact[keep], targets[keep]
-    loss = kl = top1 = 0.0
-    for start in range(0, len(mine), 256):
-        part = slice(start, start + 256)
-        p, q = theirs[part].double().log_softmax(-1), mine[part].double().log_softmax(-1)
-        kl += float((p.exp() * (p - q)).sum())
-        top1 += float((p.argmax(-1) == q.argmax(-1)).sum()) if bool(q.isfinite().all()) else 0.0
-        valid = wanted[part] != IGNORED
-        loss -= float(q[valid].gather(-1, wanted[part][valid].unsqueeze(-1)).sum())
-    count, scored = len(mine), int((targets != IGNORED).sum())
-    return Figures(name, loss / scored if scored else math.nan, kl / count, top1 / count, bool(logits.isfinite().all()))
-
-
-def _cast_floats(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-
-
-def _number(value: float) -> str:
-    return "nan" if math.isnan(value) else f"{value:.3f}" if value >= 0.1 else f"{value:.1e}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2%}"
+def _effects(root: nn.Module, patch: str, log: Sequence[tuple[nn.Module, Record]]) -> list[str]:
+    try:
+        effect = registry.get(patch).patch.effect
+    except UnknownPatchError:  # of a package that is not installed here
+        return ["unknown"] * len(log)
+    if not callable(effect):
+        return [effect] * len(log)
+    options = registry.get(patch).patch.options
+    out: list[str] = []
+    with lifted(root, log):
+        survey = Survey(root)
+        for module, _ in log:
+            path = survey.path(module)
+            holder = survey.holder(path)
+            context = Context(survey, holder, None, options)
+            out.append(effect(context, Target(path, module)) if holder is not None else "changes-function")
+    return out

@@ -1,10 +1,13 @@
-"""A bar on stderr while something long runs; nothing where stderr is no terminal."""
+"""Signs of life on stderr while something long runs: a bar on a terminal, or a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+
+from hfpatch.report.sheet import say
 
 
 @contextmanager
@@ -33,3 +36,24 @@ def progress(title: str, total: int) -> Generator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+def patience(title: str, *, first: float = 2.0, every: float = 10.0) -> Callable[[str], None]:
+    """Return a function to call, often, with where something long is; it says so on stderr now and then.
+
+    Args:
+        title: What runs.
+        first: Seconds of silence at the start, so that what is short says nothing.
+        every: Seconds between two lines.
+    """
+    start = time.monotonic()
+    due = start + first
+
+    def tick(where: str) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            due = now + every
+            say([f"hfpatch: {title}: {where}, {now - start:.0f} s so far"])
+
+    return tick

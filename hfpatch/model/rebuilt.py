@@ -1,0 +1,189 @@
+"""Buffers that no checkpoint holds, as their modules make them: what they are in float32, and what a cast cost them.
+
+`.half()` and `.to(torch.bfloat16)` cast every floating-point buffer; `from_pretrained(dtype=)` leaves rotary tables
+and the like in float32. A cast buffer is told by its value: it is the one its module makes, rounded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpatch.compat import initial
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.survey import Survey, inside, starred, stock_class, without_copy
+
+HALF = (torch.float16, torch.bfloat16)
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+"""Names in a path that a wrapper put there."""
+
+State = Literal["as made", "rounded", "changed", "persistent"]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A floating-point buffer.
+
+    Attributes:
+        path: Of its module.
+        module: That has it.
+        name: In its module.
+        state: `as made`: equal to what its module makes. `rounded`: that, rounded to float16 or bfloat16. `changed`:
+            another value, or its module cannot be made again. `persistent`: a checkpoint holds it.
+        exact: What its module makes in float32, on the CPU; None where it cannot be made again.
+    """
+
+    path: str
+    module: nn.Module
+    name: str
+    state: State
+    exact: torch.Tensor | None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What it holds now."""
+        return self.module.__dict__["_buffers"][self.name]
+
+    @property
+    def place(self) -> str:
+        """Its path, list indices replaced by `*`."""
+        return starred(f"{self.path}.{self.name}" if self.path else self.name)
+
+
+def floating_buffers(survey: Survey) -> tuple[Buffer, ...]:
+    """Every floating-point buffer of an object, and what became of it. Reads only.
+
+    Time: a build of each submodel on meta, some 3 ms a layer.
+    """
+    made = _as_loaded(survey, dict.fromkeys(survey.paths.values(), torch.float32))
+    found: list[Buffer] = []
+    for path, module in survey.modules.items():
+        absent = module.__dict__["_non_persistent_buffers_set"]
+        for name, value in module.__dict__["_buffers"].items():
+            if value is None or not value.is_floating_point() or value.is_meta:
+                continue
+            if name not in absent:
+                found.append(Buffer(path, module, name, "persistent", None))
+                continue
+            exact = made.get((path, name))
+            if exact is None:
+                exact = _made_again(module).get(name)
+            found.append(Buffer(path, module, name, _state(value, exact), exact))
+    return tuple(found)
+
+
+def as_loaded(survey: Survey, dtype: torch.dtype | None = None) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the buffers that `from_pretrained(dtype=)` would leave, on the CPU, by module path and name.
+
+    Args:
+        survey: Of the object.
+        dtype: That the weights are loaded in; those the parameters of each submodel have most of if not given.
+    """
+    held = {s.path: dtype or main_dtype(s.model) for s in survey.outermost_built}
+    return _as_loaded(survey, held)
+
+
+def main_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype that most floating-point numbers of a module's parameters have; float32 where there is none."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
+
+
+def _state(value: torch.Tensor, exact: torch.Tensor | None) -> State:
+    if exact is None or exact.shape != value.shape:
+        return "changed"
+    held = value.detach().cpu().float()
+    if torch.equal(held, exact.float()):
+        return "as made"
+    first = [exact.to(d) for d in HALF]
+    chained = [a.to(b) for a in first for b in HALF]
+    return "rounded" if any(torch.equal(held, r.float()) for r in (*first, *chained)) else "changed"
+
+
+def _as_loaded(survey: Survey, dtypes: dict[str, torch.dtype]) -> dict[tuple[str, str], torch.Tensor]:
+    out: dict[tuple[str, str], torch.Tensor] = {}
+    for submodel in survey.outermost_built:
+        cls = stock_class(submodel.model)
+        wanted = {
+            path: module
+            for path, module in survey.below(submodel.path)
+            if any(b.is_floating_point() for b in _not_held(module).values())
+        }
+        if cls is None or not wanted:
+            continue
+        try:
+            built = initial.without_weights(cls, submodel.model.config, dtypes[submodel.path])
+        except (*REJECTIONS, NotImplementedError):
+            continue
+        modules = dict(built.named_modules())
+        start = len(submodel.path) + 1 if submodel.path else 0
+        for path, module in wanted.items():
+            relative = _unwrapped(path[start:])
+            twin = modules.get(relative)
+            if twin is not None and type(twin) is type(module):
+                out.update({(path, name): value for name, value in _filled(modules, relative)})
+    return out
+
+
+def _not_held(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of a module's own that are not in its state dict."""
+    own = module.__dict__
+    names = own["_non_persistent_buffers_set"]
+    return {n: b for n, b in own["_buffers"].items() if n in names and b is not None}
+
+
+def _unwrapped(path: str) -> str:
+    return ".".join(name for name in without_copy(path).split(".") if name not in WRAPPERS)
+
+
+def _filled(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers of a module of a model on meta, with the values that transformers gives them."""
+    module = modules[path]
+    owner = max((p for p, m in modules.items() if isinstance(m, PreTrainedModel) and inside(path, p)), key=len)
+    model: Any = modules[owner]
+    fresh = {n: b for n, b in _not_held(module).items() if b.is_floating_point()}
+    for name, buffer in fresh.items():
+        value = buffer if not buffer.is_meta else torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
+        module.__dict__["_buffers"][name] = value
+    try:
+        initial.fill(model, module)
+    except (*REJECTIONS, NotImplementedError):
+        return
+    for name in fresh:
+        value = module.__dict__["_buffers"][name]
+        if not bool(value.isnan().any()):
+            yield name, value
+
+
+def _made_again(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of a new module of the same class, where all that its class wants is kept under the names it wants.
+
+    Only of modules without parameters: nothing is drawn, nothing large is made.
+    """
+    if next(module.parameters(), None) is not None:
+        return {}
+    words: dict[str, Any] = {}
+    for parameter in list(inspect.signature(type(module).__init__).parameters.values())[1:]:
+        kept = parameter.name in module.__dict__ and not isinstance(module.__dict__[parameter.name], torch.Tensor)
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or parameter.name in ("device", "dtype"):
+            continue
+        if kept:
+            words[parameter.name] = module.__dict__[parameter.name]
+        elif parameter.default is parameter.empty:
+            return {}
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), initial.default_dtype(torch.float32):
+        try:
+            made = type(module)(**words)
+        except (*REJECTIONS, NotImplementedError):
+            return {}  # it wants something else than what it kept
+    return {n: b.float() for n, b in _not_held(made).items() if b.is_floating_point()}
