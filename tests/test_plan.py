@@ -84,9 +84,16 @@ def test_bf16_and_fp32_are_left_alone_and_the_alternatives_named(tiny: Any) -> N
 
 
 def test_asked_for_and_refused_raises(tiny: Any) -> None:
-    with pytest.raises(RefusedError, match="normalise every sum at once"):
-        hfpatch.apply(tiny("bert").half(), only="fp16-residual-overflow")
-    assert decision(hfpatch.plan(tiny("bert").half()), "fp16-residual-overflow").decided == "refused"
+    with pytest.raises(RefusedError, match="its layers cast the stream to their norm's dtype"):
+        hfpatch.apply(tiny("mamba").half(), only="fp16-residual-overflow")
+    assert decision(hfpatch.plan(tiny("mamba").half()), "fp16-residual-overflow").decided == "refused"
+
+
+def test_a_fault_that_cannot_happen_is_not_refused(tiny: Any) -> None:
+    for model in (tiny("bert").half(), tiny("mamba"), tiny("gemma3n_text").bfloat16()):
+        made = hfpatch.plan(model)
+        assert decision(made, "fp16-residual-overflow").decided == "not needed"
+        assert not [d for d in made.decisions if d.worst]
 
 
 @pytest.mark.parametrize("architecture", ["olmo2", "olmo3", "exaone4", "gemma3n_text", "gemma4_text"])

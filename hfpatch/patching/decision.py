@@ -143,12 +143,12 @@ def sheet(title: str, plan: Plan, lapsed: Sequence[str] = ()) -> Sheet:
     rows: list[tuple[str, ...]] = []
     idle = [d for d in plan.decisions if d.idle and d.patch not in plan.named]
     shown = [d for d in plan.decisions if d not in idle]
-    for d in sorted(shown, key=lambda d: (not d.worst, ORDER.index(d.decided), not d.suggested)):
+    for d in sorted(shown, key=lambda d: (not d.worst, ORDER.index(d.decided), not d.suggested, not d.vital)):
         edits = d.what if d.decided in ("applied", "opt-in") else ""
         text = "\n".join(t for t in (d.lapsed, edits, d.reason, d.otherwise, d.hint) if t)
         where = f"{d.patch}\n  {d.submodel}" if d.submodel else d.patch
         rows.append((where, d.decided, d.effect or "-", text))
-    others = ", ".join(dict.fromkeys(d.patch for d in idle))
+    others = ", ".join(dict.fromkeys(d.patch for d in idle if d.patch not in {s.patch for s in shown}))
     notes = (*lapsed, *([f"nothing to do here for {others}; only= (--only) says why"] if others else []), *plan.unknown)
     return Sheet(
         title,

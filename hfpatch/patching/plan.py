@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import ConflictError, RefusedError
+from hfpatch.model.survey import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.patching.unserved import Unserved
 
 SUGGESTED = "suggested"
 
@@ -78,21 +80,33 @@ def plan(
         # conditions and repros run code of their own, whose dtypes are not those of the caller's region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             decisions.extend(_decide(entry, survey, dtype, chosen))
-    considered = (wanted is None or UNSERVED in wanted) and UNSERVED not in excluded
-    decisions = [*_beside(decisions), *(_not_served(survey, dtype) if considered else [])]
+    if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
+        decisions += _not_served(survey, dtype, decisions)
     everything = SUGGESTED in names(include)
     decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
     _check_conflicts(survey.root, decided)
     return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
 
 
-def _not_served(survey: Survey, dtype: torch.dtype | None) -> list[Decision]:
-    """A refusal for each stack that runs in float16 and that no patch serves."""
+STREAM = "fp16-residual-overflow"
+"""The patch of the residual stream: a stack in float16 that it does not serve is said, whatever the stack is."""
+
+
+def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:
+    """A refusal for each stack that runs in float16 and that no patch serves, where none of the decisions says so."""
     from hfpatch.patching.unserved import unserved
 
+    said = [d.submodel for d in decisions if d.patch == STREAM and d.decided == "refused" and d.submodel is not None]
     return [
-        Decision(UNSERVED, row.path, "refused", str(row), vital=True, unasked=True) for row in unserved(survey, dtype)
+        Decision(STREAM, row.path, "refused", _unserved_reason(row), vital=True, unasked=True)
+        for row in unserved(survey, dtype)
+        if not any(row.refused and inside(row.path, path) for path in said)
     ]
+
+
+def _unserved_reason(row: Unserved) -> str:
+    of = f" of {row.architecture}" if row.architecture else ""
+    return f"the stream of its {row.cls}{of} is {row.dtype}, which ends at 65,504, and {row.reason}"
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:

@@ -108,6 +108,7 @@ NORMALISED = (
     "ernie", "fsmt", "git", "led", "marian", "minimax", "mvp", "openai-gpt", "plbart", "prophetnet", "rembert",
     "roberta", "roc_bert", "roformer", "trocr", "xlm", "xlm-roberta", "xlnet", "xmod",
 )  # fmt: skip
+NORMALISES = "its layers normalise every sum at once, so no stream grows from layer to layer"
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
 CASTS_STREAM = "its layers cast the stream to their norm's dtype; run it in bfloat16"
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
@@ -119,6 +120,10 @@ def condition(context: Context) -> Verdict:
     from hfpatch.model.roles import unread
     from hfpatch.patching.wrapped import obstacle
 
+    if context.submodel is not None and context.submodel.architecture in NORMALISED:
+        return NotNeeded(NORMALISES)
+    if not context.stacks and context.dtype != "float16":
+        return NotNeeded(f"it computes in {context.dtype}, whose range holds a residual stream")
     if not context.stacks or any(s.final_norm is None for s in context.stacks) or context.stream_dtype is None:
         hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
         return Refused(hidden or "no list of decoder layers with a final norm and weights was found")
@@ -196,7 +201,7 @@ PATCH = Patch(
         **dict.fromkeys(("olmo2", "olmo3", "olmo_hybrid", "flex_olmo", "exaone4"), POST_NORM),
         **dict.fromkeys(("megatron-bert", "xlm-roberta-xl", "roberta-prelayernorm"), NORM_INSIDE),
         **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "nemotron_h"), CASTS_STREAM),
-        **dict.fromkeys(NORMALISED, "its layers normalise every sum at once, so no stream grows from layer to layer"),
+        **dict.fromkeys(NORMALISED, NORMALISES),
     },
     suggests="stock alternatives: bfloat16 weights, or (but for T5) float32 weights under float16 autocast",
     answers=("residual-overflow",),
