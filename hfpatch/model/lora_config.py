@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
+from hfpatch.given import FLAG, NUMBER, REAL, TEXT, optional, shown, want
 from hfpatch.model.lora import THROUGH, Coverage, LoraTargets, coverage_of, targets_of
 from hfpatch.model.lora_expand import adapted_through, expanded, homes_of
 from hfpatch.model.lora_maps import Reading, check_scope
@@ -62,6 +63,8 @@ def lora_config(
     Raises:
         InputError: A field there is not, one that is chosen here, or a combination that PEFT cannot carry out.
     """
+    want("lora_config", r=(r, optional(REAL)), scope=(scope, TEXT), experts=(experts, FLAG), router=(router, FLAG))
+    want("lora_config", submodel=(submodel, optional(TEXT)), scale=(scale, optional(REAL)), verbose=(verbose, FLAG))
     check_scope(scope)
     reading = Reading(model, submodel)
     if base is not None:
@@ -174,7 +177,8 @@ def _alpha(rank: int, scale: float | None, kwargs: dict[str, Any]) -> dict[str, 
         if scale is not None:
             raise InputError(f"scale={scale} and lora_alpha={kwargs['lora_alpha']} say the same thing twice; give one")
         if not _is_number(kwargs["lora_alpha"]):
-            raise InputError(f"lora_alpha={kwargs['lora_alpha']!r}: want a number; scale= says the factor itself")
+            got = shown(kwargs["lora_alpha"])
+            raise InputError(f"lora_alpha=: want a number, got {got}; scale= says the factor itself")
         return {}
     factor = 1.0 if scale is None else scale
     if not _is_number(factor) or factor <= 0:
@@ -184,7 +188,7 @@ def _alpha(rank: int, scale: float | None, kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return NUMBER.fits(value) and math.isfinite(value)
 
 
 def _task(reading: Reading) -> str | None:
@@ -227,7 +231,7 @@ def _from_base(reading: Reading, base: LoraConfig, verbose: bool) -> LoraConfig:
     from peft import PeftConfig
 
     if not isinstance(base, PeftConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"base={base!r}: want a peft.LoraConfig; fields of one are given by name")
+        raise InputError(f"base=: want a peft.LoraConfig, got {shown(base)}; fields of one are given by name")
     try:
         config, added = expanded(reading, base)
     except ValueError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfpatch.errors import ApplyError, RevertError
+from hfpatch.given import FLAG, want
 from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, ids, names
@@ -186,6 +187,7 @@ def apply(
         ApplyError: An edit failed; those before it were undone.
         HfpatchError: As `hfpatch.plan`; nothing was changed.
     """
+    want("apply", verbose=(verbose, FLAG))
     made = plan(
         model,
         only=only,
