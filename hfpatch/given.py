@@ -44,10 +44,22 @@ def shown(value: object) -> str:
     """A value in few words; one whose own text may be long, or may raise, by its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if value is None or type(value) in (str, bytes, int, float, bool, complex):
+    if _is_plain(value, 2):
         text = repr(value)
         return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
     return f"a value of type {type(value).__name__}"
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """True for built-in values, and small containers of them, whose text is theirs alone."""
+    if value is None or type(value) in (str, bytes, bool, float, complex):
+        return True
+    if type(value) is int:
+        return abs(value) < 2**64
+    if depth == 0 or type(value) not in (list, tuple, set, dict) or len(value) > 8:
+        return False
+    items = (*value, *value.values()) if type(value) is dict else tuple(value)
+    return all(_is_plain(item, depth - 1) for item in items)
 
 
 def optional(kind: Kind) -> Kind:

@@ -16,13 +16,13 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.errors import InputError
-from hfpatch.given import NUMBER, SIZE, TEXT, WHOLE, optional, want
+from hfpatch.given import NUMBER, SIZE, TEXT, WHOLE, Kind, optional, want
 from hfpatch.model.atlas import MAPPINGS, architectures
 from hfpatch.model.composites_lora import peft_all, peft_qv
 from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.model.shrink import shrunk
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import MODEL
+from hfpatch.model.survey import peek
 
 TASKS: dict[str, Mapping[str, str]] = {
     task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")
@@ -154,6 +154,9 @@ def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, flo
                 getattr(names[name], change[0])(change[1])
 
 
+LLM = Kind("a language model", lambda v: isinstance(v, nn.Module) and peek(v, "config") is not None)
+
+
 class SpeechLLM(nn.Module):
     """Features -> LayerNorm -> projector -> language model, as speech LLMs are built by hand.
 
@@ -165,7 +168,7 @@ class SpeechLLM(nn.Module):
 
     def __init__(self, llm: PreTrainedModel, width: int = 24, eps: float = 1e-4) -> None:
         super().__init__()
-        want("SpeechLLM", llm=(llm, MODEL), width=(width, SIZE), eps=(eps, NUMBER))
+        want("SpeechLLM", llm=(llm, LLM), width=(width, SIZE), eps=(eps, NUMBER))
         self.ln_speech = nn.LayerNorm(width, eps=eps)
         self.speech_proj = nn.Linear(width, int(llm.config.get_text_config().hidden_size))
         self.llm = llm
