@@ -77,6 +77,7 @@ def test_a_process_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
         assert len(there.stderr.splitlines()) == len(here.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_help_list_and_explain_import_no_torch() -> None:
     for words in (["--help"], ["list"], ["explain", "eps-alignment"], ["list", "--json"], ["inspect", "--help"]):
         script = (
