@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-architectures test-browser test-interrupts test-real lint clean
+.PHONY: demo test quick test-architectures test-browser test-interrupts test-real lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser and not interrupts"
+
+# without ranks, notebooks, pictures, compiled models and processes; each patch on two or three architectures
+quick: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not real and not architectures and not browser and not interrupts"
 
 test-architectures: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m architectures tests

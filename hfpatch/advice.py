@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal
 
+from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
 from hfpatch.patching import registry
 from hfpatch.patching.decision import Decision
 from hfpatch.patching.edits import IN_FLOAT32
@@ -52,6 +53,7 @@ def trace(
         NotAModelError: The object holds no torch module.
         InputError: Another option cannot be used.
     """
+    want("trace", level=(level, TEXT), backward=(backward, FLAG), progress=(progress, optional(FUNCTION)))
     return Trace(
         model,
         steps=steps,

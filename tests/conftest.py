@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,18 @@ from hfpatch.model.tiny import rescale, tiny_model
 
 ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}
+
+
+SLOW = ("ranks", "packaging", "notebooks", "heatmap", "foreign_hooks", "readme", "guard_ruin", "lifecycle")
+"""Test files that start processes, draw pictures or go through every wrapper: `make quick` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what compiles, and what starts other processes."""
+    for item in items:
+        starts = "launch(" in (source := inspect.getsource(item.function)) or "process(" in source  # type: ignore[attr-defined]
+        if starts or "compile" in item.name or item.path.stem.removeprefix("test_").endswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

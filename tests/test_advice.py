@@ -153,6 +153,7 @@ class TestKeys:
 
 
 @pytest.mark.parametrize(("patch", "case"), PROVED, ids=[f"{patch}-{case}" for patch, case in PROVED])
+@pytest.mark.slow
 def test_answers_are_true(patch: str, case: Case) -> None:
     """The repro of a patch, traced: what is found is what the patch says it answers, and is gone once it is applied."""
     if case.device == "cuda" and not torch.cuda.is_available():

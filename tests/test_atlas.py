@@ -192,6 +192,7 @@ def test_a_part_of_a_config_that_is_not_there(tmp_path: Path) -> None:
 WANTED = {"llama": ("causal",), "nemotron": ("causal",), "t5": ("seq2seq",)}
 
 
+@pytest.mark.slow
 def test_read_atlas_in_processes() -> None:
     seen: list[int] = []
     atlas = read_atlas(WANTED, progress=seen.append)
@@ -218,6 +219,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r.reason for r in atlas.rows)
 
 
+@pytest.mark.slow
 def test_inspect_all_on_the_command_line(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "architectures", lambda: WANTED)
     ran: Ran = here("inspect", "--all", "--json")

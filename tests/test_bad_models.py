@@ -143,7 +143,7 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if " deep" in n else []) for n in MODELS])
 def test_each_verb_gives_a_result_or_a_sentence(name: str) -> None:
     for verb, run in VERBS.items():
         try:

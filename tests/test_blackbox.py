@@ -465,6 +465,7 @@ def test_accelerates_autocast_is_seen_inside_the_model(tmp_path: Path, ids: torc
     assert bundle.reproduced(bundle.replay(raw))
 
 
+@pytest.mark.slow
 class TestTrainer:
     def test_a_healthy_training_is_bit_identical_and_nothing_stays(self, tmp_path: Path) -> None:
         runs = []

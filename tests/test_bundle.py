@@ -172,6 +172,7 @@ for step in range(10**6):
 """
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_time_leaves_whole_bundles_only(tmp_path: Path) -> None:
     box = tmp_path / "box"
     met = 0

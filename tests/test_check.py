@@ -373,6 +373,7 @@ def labelled(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", SWALLOW)
+@pytest.mark.slow
 def test_a_loss_that_grows_with_accumulation(kind: str, tmp_path: Path) -> None:
     assert growth(SWALLOW[kind], tmp_path) == pytest.approx(4.0, rel=1e-2)
     model = SWALLOW[kind]()
@@ -401,6 +402,7 @@ def test_a_batch_without_labels_says_nothing_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize("kind", DIVIDE)
+@pytest.mark.slow
 def test_a_loss_that_does_not(kind: str, tmp_path: Path) -> None:
     assert growth(DIVIDE[kind], tmp_path) == pytest.approx(1.0, rel=1e-2)
     model = DIVIDE[kind]()

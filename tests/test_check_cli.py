@@ -1,4 +1,4 @@
-"""`hfpatch check`, as a real process."""
+"""`hfpatch check`."""
 
 from __future__ import annotations
 

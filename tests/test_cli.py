@@ -1,4 +1,4 @@
-"""The command line, as real processes."""
+"""The command line, in this process; and as processes of its own where that is what a test is about."""
 
 from __future__ import annotations
 
@@ -6,19 +6,39 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
+from hfpatch.cli import main
 from hfpatch.model.tiny import tiny_config
 from hfpatch.patching import registry
+from tests.conftest import Ran
 
 
-def hfpatch(*words: str | Path, columns: int = 80, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": str(columns), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+def process(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command line as a process of its own, which imports torch anew."""
+    environment = {**os.environ, "COLUMNS": "80", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
     command = [sys.executable, "-m", "hfpatch.cli", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def hfpatch(*words: str | Path, columns: int = 80) -> Ran:
+    """The command line in this process."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(sys, "argv", ["hfpatch", *map(str, words)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Ran(code, out.getvalue(), err.getvalue())
 
 
 def good(*words: str | Path, **more: Any) -> str:
@@ -48,6 +68,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_process_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    """What is printed, and how it ends, is as in this process."""
+    for words in (["plan", checkpoint, "--json"], ["plan", tmp_path / "not-there"], ["plan"], ["explain", "eps"]):
+        there, here = process(*words), hfpatch(*words)
+        assert (there.returncode, there.stdout) == (here.returncode, here.stdout)
+        assert there.stderr.splitlines()[-1:] == here.stderr.splitlines()[-1:]
+        assert len(there.stderr.splitlines()) == len(here.stderr.splitlines())
+
+
+@pytest.mark.slow
 def test_help_list_and_explain_import_no_torch() -> None:
     for words in (["--help"], ["list"], ["explain", "eps-alignment"], ["list", "--json"], ["inspect", "--help"]):
         script = (
@@ -134,7 +164,7 @@ def test_verify_fails_with_exit_1(tmp_path: Path) -> None:
     (tmp_path / "x-1.dist-info").mkdir()
     (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
     (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = cures_nothing\n")
-    done = hfpatch("verify", "cures-nothing", PYTHONPATH=str(tmp_path))
+    done = process("verify", "cures-nothing", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert "failed" in done.stdout
     assert "0.5" in done.stdout
@@ -145,11 +175,11 @@ def test_a_broken_patch_file_is_named_and_the_others_listed(tmp_path: Path, chec
     (tmp_path / "x-1.dist-info").mkdir()
     (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
     (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = broken_one\n")
-    done = hfpatch("list", PYTHONPATH=str(tmp_path))
+    done = process("list", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "broken_one.py:1: SyntaxError" in done.stderr
     assert "eps-alignment" in done.stdout
-    done = hfpatch("plan", checkpoint, PYTHONPATH=str(tmp_path))
+    done = process("plan", checkpoint, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0
     assert "broken_one.py:1: SyntaxError" in done.stderr
 

@@ -80,6 +80,7 @@ def test_nan_before_and_a_falling_loss_after(train: str) -> None:
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_what_is_suggested_trains_too() -> None:
     model, batch = composite("lora")
     hfpatch.apply(model, include="suggested", verbose=False)

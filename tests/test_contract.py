@@ -25,6 +25,8 @@ OF_EACH_KIND = (
     *("gpt2", "falcon", "bloom", "opt", "mbart", "whisper", "qwen2_vl_text"),
 )
 """What stands for the many whose residual stream overflows: sandwich and parallel norms, encoders and decoders, ..."""
+QUICK = ("gemma3_text", "gpt2")
+"""What `make quick` tries each patch on, beside the first architecture that a patch names."""
 
 ENTRIES = registry.entries()
 
@@ -34,6 +36,8 @@ def param(entry: registry.Entry, case: Case, name: str) -> Any:
     marks = [] if there else [pytest.mark.skip(reason=f"{case} needs a CUDA device")]
     if case.overflow and case.architecture not in OF_EACH_KIND:
         marks.append(pytest.mark.architectures)
+    if case.architecture not in (*QUICK, entry.patch.architectures[0]):
+        marks.append(pytest.mark.slow)
     return pytest.param(entry, case, id=f"{entry.id}-{name}", marks=marks)
 
 

@@ -150,6 +150,7 @@ def test_labels_all_masked_are_told_from_nan(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_accumulation_counts_tokens_and_skips_whole_windows(tmp_path: Path) -> None:
     data = rows(masked=(1, 4))
     whole, parts = Watch(), Watch()
@@ -342,6 +343,7 @@ def test_a_loss_that_is_rightly_0_does_not_stop_a_trainer(tmp_path: Path) -> Non
     assert last["guard/loss"] > 0
 
 
+@pytest.mark.slow
 def test_an_empty_micro_batch_is_not_in_the_mean_of_the_steps_taken(tmp_path: Path) -> None:
     """A model that averages its own loss: 0 / 0 for the micro-batch without labels."""
     shown = []

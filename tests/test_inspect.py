@@ -543,6 +543,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.slow
 def test_deepseek_v3_costs_little_more_than_a_bare_build(tmp_path: Path) -> None:
     transformers.DeepseekV3Config().save_pretrained(tmp_path)
 

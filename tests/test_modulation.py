@@ -210,6 +210,7 @@ class WithGelu(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.slow
 def test_a_gelu_inside_stays(compiled: bool) -> None:
     model = Model(WithGelu())
     h = torch.randn(2, 3, WIDTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(name=st.sampled_from(sorted(BUILT)), steps=STEPS, train=st.booleans(), hooked=st.booleans())
+@pytest.mark.slow
 def test_any_history_is_undone(name: str, steps: list[tuple[str, Any]], train: bool, hooked: bool) -> None:
     model: nn.Module = copy.deepcopy(BUILT[name]).train(train)
     if hooked:

@@ -334,6 +334,7 @@ def files(draw: st.DrawFn) -> bytes:
 
 @hypothesis.settings(max_examples=1500, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(content=files())
+@pytest.mark.slow
 def test_what_safetensors_refuses_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "property.safetensors"
     file.write_bytes(content)
@@ -356,6 +357,7 @@ def test_what_safetensors_writes_is_accepted(tmp_path: Path) -> None:
     assert {t.name for t in read_header(tmp_path / "m.safetensors")} == set(tensors)
 
 
+@pytest.mark.slow
 def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
     """Each as long as the format allows; a bare json.loads of the first takes gigabytes."""
     long = 99_000_000
@@ -581,6 +583,7 @@ def big(folder: Path, size: int) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_processes_agree_and_memory_does_not_grow(tmp_path: Path) -> None:
     """Of a script with no `if __name__ == "__main__"`; torch is not needed."""
     script = (
@@ -720,6 +723,7 @@ def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     for folder, value in ((good, 1.0), (bad, math.nan)):

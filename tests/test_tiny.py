@@ -189,6 +189,7 @@ def test_not_trained() -> None:
         example_inputs(tiny_model("qwen2_5_omni"))
 
 
+@pytest.mark.slow
 def test_a_second_and_200_megabytes() -> None:
     """The largest to build, in a process of its own: memory beyond what another takes, time once it is imported."""
     code = """

@@ -362,6 +362,7 @@ def test_bad_options_are_told_before_torch_is_imported(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[-1] == ("0" if words == ["--help"] else "2")
 
 
+@pytest.mark.slow
 def test_a_bar_is_shown_in_a_terminal(overflowing: Path) -> None:
     """stderr is a terminal: the bar is there, and what stdout says is the same."""
     ours, theirs = pty.openpty()

@@ -23,6 +23,7 @@ from hfpatch.blackbox.packing import pack, without_values
 from hfpatch.blackbox.rerun import MicroBatch, Rerun, blamed, inner, rerun, wrong
 from hfpatch.compat import hooks
 from hfpatch.errors import HfpatchError, InputError
+from hfpatch.given import FLAG, PATH, shown, want
 from hfpatch.guarding.outcome import Reason
 from hfpatch.guarding.recorder import Event
 from hfpatch.report import say
@@ -61,9 +62,10 @@ class BlackBox:
     max_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
+        want("black box", directory=(self.directory, PATH), keep_batch=(self.keep_batch, FLAG))
         for name, value in (("max_bundles", self.max_bundles), ("max_bytes", self.max_bytes)):
             if type(value) is not int or value < 1:
-                raise InputError(f"black box: {name}={value!r}; want a whole number above 0")
+                raise InputError(f"black box: {name}={shown(value)}; want a whole number above 0")
 
     def attach(self, model: nn.Module) -> Recording:
         """Follow the calls of a model; guards do this."""

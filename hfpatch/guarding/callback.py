@@ -25,13 +25,14 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hfpatch.errors import InputError
+from hfpatch.given import FLAG, optional, want
 from hfpatch.guarding.checks import check, trained
 from hfpatch.guarding.guard import follow, unwrapped
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts
-from hfpatch.guarding.recorder import Box, Recorder, conclude
+from hfpatch.guarding.recorder import BOX, Box, Recorder, conclude
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         verbose: bool = True,
         black_box: Box | None = None,
     ) -> None:
+        want("GuardCallback", verbose=(verbose, FLAG), black_box=(black_box, optional(BOX)))
         self.limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
         self.verbose = verbose
         self.black_box = black_box

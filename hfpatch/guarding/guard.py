@@ -11,17 +11,24 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
+from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
 from hfpatch.guarding.checks import check, held, trained
 from hfpatch.guarding.judge import Judge, Verdict, check_loss
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts, Outcome
-from hfpatch.guarding.recorder import Box, conclude
+from hfpatch.guarding.recorder import BOX, Box, conclude
 from hfpatch.model.survey import root_module
 from hfpatch.report import say
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+SCHEDULER = having("a scheduler, with a step(),", "step")
+SCALER = having("a GradScaler", "scale", "unscale_", "update", "is_enabled")
+ACCELERATOR = having("an Accelerator", "backward", "prepare")
+GROUP = having("a process group", "rank", "size")
 
 
 class Guard:
@@ -96,6 +103,12 @@ class Guard:
         black_box: Box | None = None,
         verbose: bool = True,
     ) -> None:
+        want("guard", scheduler=(scheduler, optional(SCHEDULER)), scaler=(scaler, optional(SCALER)))
+        want("guard", max_grad_norm=(max_grad_norm, optional(REAL)))
+        want("guard", accelerator=(accelerator, optional(ACCELERATOR)), group=(group, optional(GROUP)))
+        want("guard", divide_loss=(divide_loss, FLAG), on_device=(on_device, optional(FLAG)), verbose=(verbose, FLAG))
+        want("guard", black_box=(black_box, optional(BOX)), accumulation_steps=(accumulation_steps, WHOLE))
+        limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
         _check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
         self.model = model = root_module(model)
         self.scheduler = scheduler
@@ -112,7 +125,6 @@ class Guard:
         parameters = trained(model, self.optimizer)
         self.warnings = check(model, self.optimizer, parameters, scaled=self.scaler is not None)
         self.on_device = _keeps_on_device(self.optimizer, parameters, on_device)
-        limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
         self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
         self.recorder = black_box.attach(model) if black_box is not None else None
         self._pending: _Pending | None = None
@@ -134,7 +146,7 @@ class Guard:
             GuardStop: Too many skips in a row, or a weight is not finite.
             InputError: The loss is not one number, or has no graph.
         """
-        check_loss(loss)
+        check_loss(loss, tokens)
         if not loss.requires_grad:
             raise InputError(
                 "guard: this loss has no graph (detached, made under no_grad, or from nothing that trains), so that "
@@ -160,6 +172,7 @@ class Guard:
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
         """
+        check_loss(loss, tokens)
         self._catch_up()
         follow(self.judge, self.model, self.optimizer, scaled=self.scaler is not None)
         self.judge.note(loss, tokens)

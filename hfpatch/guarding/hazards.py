@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.given import MAPPING, optional, want
 from hfpatch.guarding import forwards, precision
 from hfpatch.guarding.hazard import Hazard, Hazards
 from hfpatch.guarding.subject import Subject
@@ -46,6 +47,7 @@ def check(
         InputError: A value in `args` is none for its key; the model cannot be run on the batch; no such device.
         NotAModelError: `model` holds no torch module.
     """
+    want("check", batch=(batch, optional(MAPPING)))
     subject = Subject(model, args, optimizer, batch, device)
     found = [
         *_nothing_trains(subject),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hfpatch.errors import InputError
+from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import plain
 from hfpatch.guarding.norms import piece, tensor_norms
 from hfpatch.model.survey import root_module
@@ -40,6 +41,7 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
     Raises:
         InputError: It is NaN, infinite or out of range, or not one number; or `min` is not below `max`.
     """
+    want("validate_loss", loss=(loss, TENSOR), min=(min, REAL), max=(max, REAL))
     if not min < max:
         raise InputError(f"validate_loss: want min below max, got min={min:g} and max={max:g}")
     if loss.numel() != 1 or loss.is_complex():
@@ -108,8 +110,10 @@ def gradient_report(model: nn.Module, loss_scale: float = 1.0) -> GradientReport
     Raises:
         InputError: No parameter has a gradient, or `loss_scale` is no number above 0.
     """
-    if not 0 < loss_scale < math.inf:
-        raise InputError(f"gradient_report: want a loss_scale above 0, got {loss_scale}; leave it out after unscale_")
+    if not NUMBER.fits(loss_scale) or not 0 < loss_scale < math.inf:
+        raise InputError(
+            f"gradient_report: want a loss_scale above 0, got {shown(loss_scale)}; leave it out after unscale_"
+        )
     named = [(plain(n), p) for n, p in root_module(model).named_parameters()]
     grads = {n: p.grad for n, p in named if p.grad is not None}
     if not grads:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hfpatch.errors import InputError
+from hfpatch.given import NUMBER, Kind, optional, want
 from hfpatch.guarding.ledger import NAMED, Ledger, Limits
 from hfpatch.guarding.norms import piece, tensor_norms
 from hfpatch.guarding.outcome import Facts, Reason
@@ -20,6 +21,7 @@ from hfpatch.guarding.outcome import Facts, Reason
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+TOKENS = Kind("a number of tokens", lambda v: v.numel() == 1 if isinstance(v, torch.Tensor) else NUMBER.fits(v))
 WINDOW = 64
 """Good steps the running median is taken over."""
 WARMUP = 16
@@ -356,12 +358,13 @@ class Judge:
             )
 
 
-def check_loss(loss: Any) -> None:
-    """Refuse what is no loss.
+def check_loss(loss: Any, tokens: Any = None) -> None:
+    """Refuse what is no loss, or no number of tokens.
 
     Raises:
-        InputError: It is not one number.
+        InputError: One is not one number.
     """
+    want("guard", tokens=(tokens, optional(TOKENS)))
     if not isinstance(loss, torch.Tensor):
         raise InputError(f"guard: want a loss, a tensor of one number; got {type(loss).__name__}; pass output.loss")
     if loss.numel() != 1:

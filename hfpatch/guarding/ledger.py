@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfpatch.errors import GuardStop
+from hfpatch.given import NUMBER, REAL, WHOLE, optional, want
 from hfpatch.guarding.outcome import ADVICE, Facts, Reason
 from hfpatch.report import say
 
@@ -27,6 +28,11 @@ class Limits:
     max_skips: int = 10
     min_scale: float = 1.0
     check_parameters: int = 1
+
+    def __post_init__(self) -> None:
+        want("guard", explode_at=(self.explode_at, optional(REAL)), spike_at=(self.spike_at, optional(REAL)))
+        want("guard", max_skips=(self.max_skips, WHOLE), min_scale=(self.min_scale, NUMBER))
+        want("guard", check_parameters=(self.check_parameters, WHOLE))
 
 
 class Ledger:

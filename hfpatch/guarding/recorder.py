@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hfpatch.given import having
 from hfpatch.guarding.outcome import Facts, Reason
 from hfpatch.report import say
 
@@ -78,6 +79,9 @@ class Box(Protocol):
     def attach(self, model: nn.Module) -> Recorder:
         """Follow the calls of a model from now on."""
         ...
+
+
+BOX = having("an hfpatch.BlackBox", "attach")
 
 
 def conclude(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.guarding.checks import plain, trained
 from hfpatch.guarding.settings import Settings, read_settings
 from hfpatch.model import facts
@@ -82,8 +83,8 @@ class Subject:
         if given is not None:
             try:
                 device = torch.device(given)
-            except (RuntimeError, TypeError) as error:
-                raise InputError(f"check: device: want one such as 'cuda:0' or 'cpu', got {given!r}") from error
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise InputError(f"check: device: want one such as 'cuda:0' or 'cpu', got {shown(given)}") from error
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
                 raise InputError(f"check: device: torch sees {torch.cuda.device_count()} GPUs here, got {given!r}")
             return device

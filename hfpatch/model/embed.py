@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import NoEmbeddingError
+from hfpatch.given import TEXT, optional, want
 from hfpatch.model.survey import Submodel, Survey
 
 
@@ -28,8 +29,8 @@ def embed_tokens(model: object, submodel: str | None = None) -> nn.Module:
     Raises:
         NoEmbeddingError: No submodel has a token embedding, or several do and none was named.
     """
-    survey = Survey(model)
-    return resolve(survey, submodel)[1]
+    want("embed_tokens", submodel=(submodel, optional(TEXT)))
+    return resolve(Survey(model), submodel)[1]
 
 
 def resolve(survey: Survey, wanted: str | None = None) -> tuple[Submodel, nn.Module]:

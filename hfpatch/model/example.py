@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
+from hfpatch.given import want
 from hfpatch.model.example_audio import sounds
 from hfpatch.model.example_images import images
 from hfpatch.model.example_special import ASKED, SPECIAL
 from hfpatch.model.example_text import BATCH, insert, placeholder, placeholders, text
+from hfpatch.model.survey import MODEL
 
 COUNTS: dict[str, int] = {"granite4_vision": 10, "musicflamingo": 8, "qwen2_audio": 8}
 """Features of the example's image or sound, where the model cannot be asked for them."""
@@ -43,6 +45,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     Raises:
         InputError: The architecture's models take no training step (`NOT_TRAINED`).
     """
+    want("example_inputs", model=(model, MODEL))
     config: Any = model.config
     if reason := NOT_TRAINED.get(config.model_type):
         raise InputError(f"example_inputs, a model of architecture {config.model_type!r}: {reason}")

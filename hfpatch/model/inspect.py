@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.given import FLAG, want
 from hfpatch.model import facts
 from hfpatch.model.eps import NormKind, norm_kinds
 from hfpatch.model.facts import Adapter, Attention, Embedding, Head, Wrapper, dtype_name
@@ -129,6 +130,7 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         InputError: Its config cannot be used.
         NotAModelError: `given` holds no torch module.
     """
+    want("inspect", trust_remote_code=(trust_remote_code, FLAG))
     if isinstance(given, (str, Path)):
         given = load_config(given, trust_remote_code=trust_remote_code)
     declared: torch.dtype | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfpatch.errors import InputError
+from hfpatch.given import FLAG, TEXT, optional, want
 from hfpatch.model.lora_maps import Matrix, Reading, check_scope
 from hfpatch.model.lora_spec import Namer
 from hfpatch.model.survey import starred
@@ -165,6 +166,8 @@ def lora_targets(
     Raises:
         InputError: No such scope, no language model, or nothing of that scope in this model.
     """
+    want("lora_targets", scope=(scope, TEXT), experts=(experts, FLAG), router=(router, FLAG))
+    want("lora_targets", submodel=(submodel, optional(TEXT)))
     check_scope(scope)
     return targets_of(Reading(model, submodel), scope, experts=experts, router=router)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
+from hfpatch.given import FLAG, NUMBER, SIZE, TEXT, optional, shown, want
 from hfpatch.model.lora import THROUGH, Coverage, LoraTargets, coverage_of, targets_of
 from hfpatch.model.lora_expand import adapted_through, expanded, homes_of
 from hfpatch.model.lora_maps import Reading, check_scope
@@ -62,6 +63,8 @@ def lora_config(
     Raises:
         InputError: A field there is not, one that is chosen here, or a combination that PEFT cannot carry out.
     """
+    want("lora_config", scope=(scope, TEXT), experts=(experts, FLAG), router=(router, FLAG), verbose=(verbose, FLAG))
+    want("lora_config", submodel=(submodel, optional(TEXT)))
     check_scope(scope)
     reading = Reading(model, submodel)
     if base is not None:
@@ -76,8 +79,8 @@ def lora_config(
         return _from_base(reading, base, verbose)
     _check_fields(kwargs)
     rank = 16 if r is None else r
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"r={r!r}: want a whole number of at least 1")
+    if not SIZE.fits(rank):
+        raise InputError(f"r={shown(r)}: want a whole number of at least 1")
     alpha = _alpha(rank, scale, kwargs)
     targets = targets_of(reading, scope, experts=experts, router=router)
     _check_parameters(targets, kwargs)
@@ -172,19 +175,21 @@ def _reached(reading: Reading, config: LoraConfig) -> set[str]:
 def _alpha(rank: int, scale: float | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "lora_alpha" in kwargs:
         if scale is not None:
-            raise InputError(f"scale={scale} and lora_alpha={kwargs['lora_alpha']} say the same thing twice; give one")
+            alpha = shown(kwargs["lora_alpha"])
+            raise InputError(f"scale={shown(scale)} and lora_alpha={alpha} say the same thing twice; give one")
         if not _is_number(kwargs["lora_alpha"]):
-            raise InputError(f"lora_alpha={kwargs['lora_alpha']!r}: want a number; scale= says the factor itself")
+            got = shown(kwargs["lora_alpha"])
+            raise InputError(f"lora_alpha={got}: want a number; scale= says the factor itself")
         return {}
     factor = 1.0 if scale is None else scale
     if not _is_number(factor) or factor <= 0:
-        raise InputError(f"scale={scale!r}: want a positive number")
+        raise InputError(f"scale={shown(scale)}: want a positive number")
     alpha = factor * (math.sqrt(rank) if kwargs.get("use_rslora") else rank)
     return {"lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return NUMBER.fits(value) and math.isfinite(value)
 
 
 def _task(reading: Reading) -> str | None:
@@ -227,7 +232,7 @@ def _from_base(reading: Reading, base: LoraConfig, verbose: bool) -> LoraConfig:
     from peft import PeftConfig
 
     if not isinstance(base, PeftConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"base={base!r}: want a peft.LoraConfig; fields of one are given by name")
+        raise InputError(f"base={shown(base)}: want a peft.LoraConfig; fields of one are given by name")
     try:
         config, added = expanded(reading, base)
     except ValueError as error:

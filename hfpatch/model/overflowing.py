@@ -145,7 +145,10 @@ def _peaks(model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any
 
 @contextmanager
 def _hooked(modules: Iterable[nn.Module], see: Any) -> Generator[None]:
-    handles = [hooks.after(m, lambda module, _args, out: see(module, out)) for m in set(modules)]
+    def hook(module: nn.Module, _args: Any, out: Any) -> None:
+        see(module, out)
+
+    handles = [hooks.after(m, hook) for m in set(modules)]
     try:
         yield
     finally:

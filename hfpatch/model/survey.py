@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from hfpatch.errors import InputError, NotAModelError
+from hfpatch.given import Kind
 
 if TYPE_CHECKING:
     from hfpatch.model.attention import Attention
@@ -35,6 +36,9 @@ TOOL_PACKAGES = (*ADAPTERS, "torch.", "transformers.integrations.", "transformer
 
 SHALLOW, MARGIN = 100, 120
 """Levels of modules within which nobody has to count, and calls that are kept free for what walks over them."""
+
+
+MODEL = Kind("a transformers model", lambda v: isinstance(v, PreTrainedModel))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -15,10 +16,13 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.errors import InputError
+from hfpatch.given import NUMBER, SIZE, TEXT, WHOLE, Kind, optional, want
 from hfpatch.model.atlas import MAPPINGS, architectures
 from hfpatch.model.composites_lora import peft_all, peft_qv
 from hfpatch.model.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.model.shrink import shrunk
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.survey import peek
 
 TASKS: dict[str, Mapping[str, str]] = {
     task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")
@@ -66,8 +70,10 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
         InputError: transformers knows no such architecture, has no model of it for this task, or cannot build one
             here (`NOT_TINY`).
     """
+    want("tiny_model", architecture=(architecture, TEXT), task=(task, optional(TEXT)), seed=(seed, WHOLE))
     architecture = home(architecture)
-    config = tiny_config(architecture, **overrides)
+    with _refusals(architecture, overrides):
+        config = tiny_config(architecture, **overrides)
     tasks = [name for name, known in TASKS.items() if architecture in known]
     if task is not None and task not in tasks:
         raise InputError(
@@ -78,10 +84,24 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
     if reason := NOT_TINY.get(architecture):
         raise InputError(f"tiny_model({architecture!r}): {reason}")
     cls: Any = getattr(transformers, TASKS[task or tasks[0]][architecture])
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _refusals(architecture, overrides):
         torch.manual_seed(seed)
         model = cls._from_config(_of_class(cls, config), attn_implementation="eager", dtype=torch.float32)
     return model.eval()
+
+
+@contextmanager
+def _refusals(architecture: str, overrides: Mapping[str, Any]) -> Generator[None]:
+    """What transformers raises of values that the caller gave, as one sentence."""
+    try:
+        yield
+    except REJECTIONS as error:
+        if isinstance(error, InputError) or not overrides:
+            raise
+        what = " ".join(str(error).split())
+        raise InputError(
+            f"tiny_model({architecture!r}): transformers refuses {', '.join(overrides)}: {what}"
+        ) from error
 
 
 @cache
@@ -134,6 +154,9 @@ def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, flo
                 getattr(names[name], change[0])(change[1])
 
 
+LLM = Kind("a language model", lambda v: isinstance(v, nn.Module) and peek(v, "config") is not None)
+
+
 class SpeechLLM(nn.Module):
     """Features -> LayerNorm -> projector -> language model, as speech LLMs are built by hand.
 
@@ -145,6 +168,7 @@ class SpeechLLM(nn.Module):
 
     def __init__(self, llm: PreTrainedModel, width: int = 24, eps: float = 1e-4) -> None:
         super().__init__()
+        want("SpeechLLM", llm=(llm, LLM), width=(width, SIZE), eps=(eps, NUMBER))
         self.ln_speech = nn.LayerNorm(width, eps=eps)
         self.speech_proj = nn.Linear(width, int(llm.config.get_text_config().hidden_size))
         self.llm = llm

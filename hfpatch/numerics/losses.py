@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hfpatch.errors import InputError
+from hfpatch.given import TENSOR, optional, want
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +40,7 @@ def normalized_mse(student: Tensor, teacher: Tensor, mask: Tensor | None = None)
     Raises:
         InputError: The shapes do not go together, or a dtype is not floating.
     """
+    want("normalized_mse", student=(student, TENSOR), teacher=(teacher, TENSOR), mask=(mask, optional(TENSOR)))
     if student.shape != teacher.shape or student.dim() == 0:
         raise InputError(
             f"normalized_mse: want student and teacher of one shape [..., width], got {tuple(student.shape)} and "

@@ -16,6 +16,7 @@ from torch import nn
 
 from hfpatch.compat import hooks
 from hfpatch.errors import InputError, NoEmbeddingError
+from hfpatch.given import DEVICE, FLAG, FLOATING, SIZE, optional, shown, want
 from hfpatch.model.embed import resolve
 from hfpatch.model.survey import Survey
 
@@ -34,9 +35,10 @@ def check_bounds(low: Any, high: Any) -> tuple[float, float]:
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < 1e38 for v in (low, high))
     if not numbers or not 1e-37 < low < 1 - 1e-7 < 1 + 2e-7 < high:
         raise InputError(
-            f"modulation bounds low={low!r}, high={high!r}: want 0 < low < 1 < high, finite and apart in float32; 1 "
-            "must lie strictly between them, because a factor that cannot be 1 changes the model before anything is "
-            f"trained, and one that reaches 0 lets nothing through; take e.g. low={LOW}, high={HIGH}"
+            f"modulation bounds low={shown(low)}, high={shown(high)}: want 0 < low < 1 < high, finite and apart in "
+            "float32; 1 must lie strictly between them, because a factor that cannot be 1 changes the model before "
+            "anything is trained, and one that reaches 0 lets nothing through; "
+            f"take e.g. low={LOW}, high={HIGH}"
         )
     return float(low), float(high)
 
@@ -140,8 +142,14 @@ class ModulationAdapter(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not all(isinstance(v, int) and v > 0 for v in (width, rank)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"ModulationAdapter(width={width!r}, rank={rank!r}): want positive integers")
+        if not (SIZE.fits(width) and SIZE.fits(rank)):
+            raise InputError(f"ModulationAdapter(width={shown(width)}, rank={shown(rank)}): want positive integers")
+        want(
+            "ModulationAdapter",
+            safe_mode=(safe_mode, FLAG),
+            dtype=(dtype, optional(FLOATING)),
+            device=(device, optional(DEVICE)),
+        )
         self.a_proj = nn.Linear(width, rank, bias=False, dtype=dtype, device=device)
         self.b_add = nn.Linear(rank, width, bias=False, dtype=dtype, device=device)
         self.b_mult = None if safe_mode else nn.Linear(rank, width, bias=False, dtype=dtype, device=device)
@@ -195,6 +203,7 @@ class ModulationAdapter(nn.Module):
             InputError: No or several language models, no such layer, or a layer that has a child of that name.
         """
         check_bounds(low, high)
+        want("ModulationAdapter.attach", rank=(rank, SIZE), safe_mode=(safe_mode, FLAG), dtype=(dtype, FLOATING))
         width, places = _places(Survey(model), layers)
         made: list[ModulationAdapter] = []
         for _, layer in places:
@@ -258,11 +267,14 @@ def _places(survey: Survey, wanted: Iterable[int] | None) -> tuple[int, list[tup
         raise InputError(f"ModulationAdapter.attach: no list of decoder layers in {submodel.place}")
     layers = list(stacks[-1].items)
     try:
-        chosen = layers if wanted is None else [layers[i] for i in wanted]
+        numbers = range(len(layers)) if wanted is None else list(wanted)
+        chosen = [layers[i] for i in numbers]
+    except TypeError as error:
+        raise InputError(f"ModulationAdapter.attach: want layers by their indices, got {shown(wanted)}") from error
     except IndexError as error:
         raise InputError(f"ModulationAdapter.attach: layers={wanted!r}: there are {len(layers)}") from error
     taken = [path for path, layer in chosen if hasattr(layer, CHILD)]
     if taken or not chosen or len({path for path, _ in chosen}) != len(chosen):
-        why = f"{taken[0]} already has a {CHILD!r}" if taken else f"layers={wanted!r}: want at least one, none twice"
+        why = f"{taken[0]} already has a {CHILD!r}" if taken else f"layers={numbers!r}: want at least one, none twice"
         raise InputError(f"ModulationAdapter.attach: {why}")
     return width, chosen

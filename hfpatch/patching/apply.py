@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfpatch.errors import ApplyError, RefusedError
+from hfpatch.given import FLAG, want
 from hfpatch.model.survey import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.arguments import Names, names
@@ -148,6 +149,7 @@ def apply(
         ApplyError: An edit failed; those before it were undone.
         HfpatchError: As `hfpatch.plan`; nothing was changed.
     """
+    want("apply", verbose=(verbose, FLAG))
     with one_at_a_time():
         made = plan(
             model,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.patching import registry
 from hfpatch.patching.registry import Entry
 
@@ -23,7 +24,7 @@ def names(given: Names) -> list[str]:
     """
     found: Any = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(found, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in found):
-        raise InputError(f"only=, include= and exclude= take patch ids or globs, got {given!r}")
+        raise InputError(f"only=, include= and exclude= take patch ids or globs, got {shown(given)}")
     return list(found)
 
 
@@ -45,8 +46,8 @@ def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]
         UnknownPatchError: No such patch.
     """
     out: dict[str, dict[str, Any]] = {}
-    if given is not None and not (isinstance(given, Mapping) and all(isinstance(v, Mapping) for v in given.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"options= takes {{patch id: {{name: value}}}}, got {given!r}")
+    if given is not None and not _is_nested(given):
+        raise InputError(f"options= takes {{patch id: {{name: value}}}}, got {shown(given)}")
     for patch_id, settings in (given or {}).items():
         if patch_id not in entries:
             raise registry.unknown(patch_id, entries)
@@ -56,6 +57,14 @@ def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]
                 raise InputError(f"options: {patch_id} has no option {name!r}; it has: {have}")
         out[patch_id] = dict(settings)
     return out
+
+
+def _is_nested(given: Any) -> bool:
+    """True for a mapping of strings to mappings of strings."""
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(held, Mapping) and all(isinstance(key, str) for key in held)
+        for name, held in given.items()
+    )
 
 
 def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
@@ -68,6 +77,8 @@ def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
 
     if given is None:
         return None
+    if not isinstance(given, (str, torch.dtype)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"compute dtype: want float16, bfloat16, float32 or float64, got {shown(given)}")
     short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
     name = str(given).removeprefix("torch.")
     dtype = getattr(torch, short.get(name, name), None)

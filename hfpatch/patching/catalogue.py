@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+from hfpatch.given import TEXT, optional, want
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, HEADINGS, Case
 from hfpatch.patching.registry import Entry
@@ -97,6 +98,7 @@ class Explanation:
 
 def list_patches(architecture: str | None = None) -> Catalogue:
     """The patches in the registry, all or those written for an architecture (`config.model_type`)."""
+    want("list_patches", architecture=(architecture, optional(TEXT)))
     found = registry.entries().values()
     return Catalogue(tuple(e for e in found if architecture is None or e.serves(architecture)))
 
@@ -108,6 +110,7 @@ def explain(patch_id: str) -> Explanation:
         UnknownPatchError: No such patch; near names are listed.
         PatchFileError: Its file has an error in it.
     """
+    want("explain", patch_id=(patch_id, TEXT))
     return Explanation(registry.get(patch_id))
 
 

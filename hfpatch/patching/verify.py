@@ -54,6 +54,8 @@ class CaseResult:
 
 def prove_patch(entry: Entry) -> list[CaseResult]:
     """Run every case of a patch."""
+    if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
     cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
     return [try_case(entry, case, kind) for case, kind in cases]
 

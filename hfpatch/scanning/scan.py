@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfpatch.errors import InputError
+from hfpatch.given import FUNCTION, PATH, WHOLE, optional, want
 from hfpatch.scanning import shards
 from hfpatch.scanning.header import Tensor, read_header
 from hfpatch.scanning.judge import findings, notes, sorted_notes
@@ -59,6 +60,7 @@ def scan(
     Raises:
         InputError: There is no such path, it holds no safetensors, or it is an index that cannot be used.
     """
+    want("scan", path=(path, PATH), processes=(processes, optional(WHOLE)), progress=(progress, optional(FUNCTION)))
     if processes is not None and processes < 1:
         raise InputError(f"processes={processes}: want at least 1")
     root, folders, left_out = find(os.fspath(path))

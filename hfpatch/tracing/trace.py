@@ -16,6 +16,7 @@ from torch import nn
 
 from hfpatch.compat import hooks
 from hfpatch.errors import InputError
+from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
 from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
@@ -215,6 +216,7 @@ class Trace:
         Raises:
             InputError: Another dtype.
         """
+        want("headroom", loss_scale=(loss_scale, NUMBER))
         self._conclude()
         return headroom(self.steps, dtype, loss_scale)
 
@@ -223,6 +225,7 @@ class Trace:
 
         A gradient with a NaN or an infinity comes first, as infinity.
         """
+        want("largest_gradients", count=(count, WHOLE))
         self._conclude()
         found: dict[str, float] = {}
         for step in self.steps:
@@ -272,6 +275,7 @@ def _chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:
     if wanted is None:
         return lambda _: True
     if callable(wanted):
+        want("trace", **{name: (wanted, FUNCTION)})
         return wanted
     return _Numbers(_listed(name, wanted))
 
@@ -279,7 +283,7 @@ def _chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:
 def _listed(name: str, wanted: Any) -> Collection[int]:
     listed = isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes))
     if not listed or any(type(n) is not int or n < 0 for n in wanted):
-        raise InputError(f"{name}={wanted!r}: want a list of numbers counted from 0; None for all")
+        raise InputError(f"{name}=: got {shown(wanted)}; want a list of numbers counted from 0; None for all")
     return wanted
 
 

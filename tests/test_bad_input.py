@@ -1,0 +1,217 @@
+"""Absurd values for each argument of the public face: an InputError that says what was wanted, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch import testing
+from hfpatch.errors import HfpatchError, InputError
+from hfpatch.model.tiny import tiny_model
+from hfpatch.nn import BoundedModulation, ModulationAdapter
+from hfpatch.patching import registry
+
+
+class Silent:
+    """Raises when it is shown, compared or asked for its truth."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("shown")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("asked")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ABSURD: dict[str, Any] = {
+    "None": None,
+    "3": 3,
+    "-1": -1,
+    "0.5": 0.5,
+    "nan": math.nan,
+    "inf": math.inf,
+    "10**400": 10**400,
+    "x": "x",
+    "empty string": "",
+    "null byte": "\0",
+    "bytes": b"x",
+    "object": object(),
+    "list": [],
+    "list of None": [None],
+    "nested list": [[1], {}],
+    "tuple": (1, "x"),
+    "set": {1},
+    "dict": {},
+    "dict by number": {3: {4: 5}},
+    "dict of None": {"eps-alignment": None},
+    "class": nn.Linear,
+    "function": lambda: None,
+    "generator": (n for n in range(3)),
+    "module": nn.Linear(2, 2),
+    "tensor": torch.ones(2),
+    "complex": 1j,
+    "dtype": torch.int8,
+    "device": torch.device("cpu"),
+    "silent": Silent(),
+}
+
+
+@cache
+def model() -> nn.Module:
+    return tiny_model("llama")
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(model().parameters(), lr=0.1)
+
+
+def traced(**kwargs: Any) -> Any:
+    with hfpatch.trace(**kwargs) as trace:
+        pass
+    return trace
+
+
+def headroom(**kwargs: Any) -> Any:
+    return traced(model=nn.Linear(2, 2)).headroom(**kwargs)
+
+
+def stepped(**kwargs: Any) -> Any:
+    return hfpatch.Guard(model(), optimizer(), verbose=False).step(**{"loss": some_loss(), **kwargs})
+
+
+def some_loss() -> torch.Tensor:
+    return next(model().parameters()).sum()
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    # name: the function, what it is called with, and the arguments that are replaced by something absurd
+    "inspect": (hfpatch.inspect, lambda: {"given": model()}, ("given", "trust_remote_code")),
+    "plan": (
+        hfpatch.plan,
+        lambda: {"model": model()},
+        ("model", "only", "include", "exclude", "added_modules", "compute_dtype", "options"),
+    ),
+    "apply": (
+        hfpatch.apply,
+        lambda: {"model": model(), "verbose": False},
+        ("model", "verbose", "only", "include", "exclude", "added_modules", "compute_dtype", "options"),
+    ),
+    "status": (hfpatch.status, dict, ("model",)),
+    "revert": (hfpatch.revert, lambda: {"model": model()}, ("model", "only", "exclude")),
+    "trace": (
+        traced, lambda: {"model": model()}, ("model", "steps", "epochs", "ranks", "backward", "level", "progress"),
+    ),
+    "headroom": (headroom, dict, ("dtype", "loss_scale")),
+    "largest_gradients": (lambda **k: traced(model=nn.Linear(2, 2)).largest_gradients(**k), dict, ("count",)),
+    "check": (hfpatch.check, lambda: {"model": model()}, ("model", "args", "optimizer", "batch", "device")),
+    "lora_targets": (
+        hfpatch.lora_targets, lambda: {"model": model()}, ("model", "scope", "experts", "router", "submodel"),
+    ),
+    "lora_config": (
+        hfpatch.lora_config,
+        lambda: {"model": model(), "verbose": False},
+        ("model", "r", "scope", "experts", "router", "submodel", "scale", "base", "verbose", "lora_alpha", "nonsense"),
+    ),
+    "embed_tokens": (hfpatch.embed_tokens, lambda: {"model": model()}, ("model", "submodel")),
+    "explain": (hfpatch.explain, dict, ("patch_id",)),
+    "list_patches": (hfpatch.list_patches, dict, ("architecture",)),
+    "scan": (hfpatch.scan, lambda: {"path": str(Path(__file__).parent)}, ("path", "processes", "progress")),
+    "gradient_report": (hfpatch.gradient_report, lambda: {"model": model()}, ("model", "loss_scale")),
+    "validate_loss": (hfpatch.validate_loss, lambda: {"loss": torch.ones(())}, ("loss", "min", "max")),
+    "normalized_mse": (
+        hfpatch.normalized_mse,
+        lambda: {"student": torch.ones(2, 3), "teacher": torch.ones(2, 3)},
+        ("student", "teacher", "mask"),
+    ),
+    "Guard": (
+        hfpatch.Guard,
+        lambda: {"model": model(), "optimizer": optimizer(), "verbose": False},
+        (
+            "model", "optimizer", "scheduler", "scaler", "accelerator", "max_grad_norm", "explode_at",
+            "accumulation_steps", "spike_at", "divide_loss", "max_skips", "min_scale", "check_parameters", "on_device",
+            "group", "black_box", "verbose",
+        ),
+    ),
+    "Guard.step": (stepped, dict, ("loss", "tokens")),
+    "GuardCallback": (
+        hfpatch.GuardCallback,
+        dict,
+        ("explode_at", "spike_at", "max_skips", "min_scale", "check_parameters", "verbose", "black_box"),
+    ),
+    "BlackBox": (
+        hfpatch.BlackBox, lambda: {"directory": "box"}, ("directory", "keep_batch", "max_bundles", "max_bytes"),
+    ),
+    "BoundedModulation": (BoundedModulation, dict, ("low", "high")),
+    "ModulationAdapter": (
+        ModulationAdapter,
+        lambda: {"width": 4},
+        ("width", "rank", "low", "high", "safe_mode", "dtype", "device"),
+    ),
+    "ModulationAdapter.attach": (
+        ModulationAdapter.attach,
+        lambda: {"model": copy.deepcopy(model())},
+        ("model", "rank", "low", "high", "safe_mode", "layers", "dtype"),
+    ),
+    "tiny_model": (
+        testing.tiny_model, lambda: {"architecture": "llama"}, ("architecture", "task", "seed", "hidden_size"),
+    ),
+    "example_inputs": (testing.example_inputs, dict, ("model",)),
+    "prove_patch": (testing.prove_patch, dict, ("entry",)),
+    "SpeechLLM": (testing.SpeechLLM, lambda: {"llm": model()}, ("llm", "width", "eps")),
+}  # fmt: skip
+
+ANYTHING_WILL_DO = {("tiny_model", "hidden_size")}
+"""Arguments that somebody else's code takes as they are."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_absurd_arguments_get_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    function, usual, arguments = FUNCTIONS[name]
+    wrong: list[str] = []
+    for argument in arguments:
+        for label, value in ABSURD.items():
+            try:
+                function(**{**usual(), argument: value})
+            except InputError as error:
+                if len(str(error)) < 15:
+                    wrong.append(f"{argument}={label}: says only {error}")
+            except HfpatchError:
+                pass
+            except Exception as error:  # noqa: BLE001 - that there is none is what is tested
+                wrong.append(f"{argument}={label}: {type(error).__name__}: {str(error)[:100]}")
+            else:
+                if label in ("object", "silent") and (name, argument) not in ANYTHING_WILL_DO:
+                    wrong.append(f"{argument}={label} was taken")
+    hfpatch.revert(model())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_public_function_is_in_the_table() -> None:
+    results = {"Applied", "Hazards", "LoraTargets", "ModelInfo", "Outcome", "Plan", "ScanReport", "Status"}
+    public = set(hfpatch.__all__) - results - {"errors", "__version__"}
+    assert public <= FUNCTIONS.keys()
+    assert {"BoundedModulation", "ModulationAdapter"} <= FUNCTIONS.keys()
+
+
+def test_a_sentence_says_what_was_wanted_and_what_was_got() -> None:
+    with pytest.raises(InputError, match=r"^lora_targets: want True or False as experts=, got 'yes'$"):
+        hfpatch.lora_targets(model(), experts="yes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^embed_tokens: want a string or None as submodel=, got the class Linear$"):
+        hfpatch.embed_tokens(model(), nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^explain: want a string as patch_id=, got a value of type Entry$"):
+        hfpatch.explain(registry.get("eps-alignment"))  # type: ignore[arg-type]
