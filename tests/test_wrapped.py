@@ -200,4 +200,4 @@ def test_a_planned_dtype_and_weights_that_are_not_loaded(ids: torch.Tensor) -> N
     said = hfpatch.plan(model, compute_dtype="float16", only="fp16-residual-overflow").decisions[0]
     assert said.decided == "applied"
     said = next(d for d in hfpatch.plan(model.half().to("meta")).decisions if d.patch == "fp16-residual-overflow")
-    assert (said.decided, "weights are not loaded" in said.reason) == ("refused", True)
+    assert (said.decided, "its weights are not loaded" in said.reason) == ("refused", True)
