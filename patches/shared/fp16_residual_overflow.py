@@ -14,8 +14,7 @@ The input of the first decoder layer is cast to float32, and the norms of the la
 norms, whose kernels want input and weight in one dtype, compute in float32. A norm after a branch (Gemma 2 and 3) is
 given float32 too: what it adds can pass 65,504 by itself. Attention and MLP get their input cast back to the dtype of
 their own weights, and the final norm's output is cast back too. An encoder and a decoder are each treated so. T5's `wo`
-computes in float32 and outside autocast, whatever its weights are in; so do maps and norms of a module of yours that
-holds a decoder layer.
+computes in float32 and outside autocast, whatever its weights are in; so do your own maps and norms around a layer.
 
 Weights, state dict and the dtype of `last_hidden_state` and of the KV cache stay as they are; `hidden_states` of inner
 layers are float32. Casting at the layer and not at the embedding keeps rotary tables and masks in the compute dtype.
@@ -27,15 +26,15 @@ are exact to float32; matrix products are unchanged.
 ## Known limits
 Gemma 3 was tried with real weights; most other architectures only as tiny random models whose stream was made to
 overflow. A projection whose own output passes 65,504 is not mended. Whether this model's stream does overflow is not
-asked: every float16 stream of a served architecture is widened.
-Refused for layers or norms whose forward somebody else wrote, and for a module around a layer that, tried alone, does
-not compute on a float32 stream what it computes in float32 (one that casts it by hand). PEFT's AdaptionPrompt added
-after the patch calls the projections past the casts: add it first. A function of your own compiled around the model and
-called before the patch runs the code it made; call `torch._dynamo.reset()`. FSDP2 policies that cast it back, set later, raise.
-Not served: streams that modules other than layers read (Gemma 3n, Gemma 4), or that branches read before any norm
-(OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Layers that normalise every sum at once (BERT,
-BART) have no stream that grows. Nothing here outlives `save_pretrained`: a server that loads the checkpoint must patch
-it too.
+asked: every float16 stream of a served architecture is widened. Refused for layers or norms whose forward somebody
+else wrote, and for a module around a layer that, tried alone, does not compute on a float32 stream what it computes
+in float32 (one that casts it by hand). PEFT's AdaptionPrompt added after the patch calls the projections past the
+casts: add it first. A function of your own compiled around the model and called before the patch goes on running the
+code it made; call `torch._dynamo.reset()`. Layers that FSDP2 wraps later with a policy that casts the stream back
+raise at the first call. Not served: streams that modules other than layers read (Gemma 3n, Gemma 4), or that branches
+read before any norm (OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Layers that normalise
+every sum at once (BERT, BART) have no stream that grows. Nothing here outlives `save_pretrained`: a server that loads
+the checkpoint must patch it too.
 
 ## Sources
 huggingface/transformers#36822, huggingface/transformers#39972 (symptom); measured on Gemma 3 270M with
