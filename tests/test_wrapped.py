@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 from hfpatch.model.eps import ADDED, norm_kinds
@@ -108,6 +109,18 @@ class Several(Around):
         self.other = copy.deepcopy(layer)
 
 
+class Derived(LlamaDecoderLayer):
+    """A subclass of the layer it holds, with none of a layer's parts."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        nn.Module.__init__(self)
+        self.inner, self.side = layer, nn.Linear(width, width)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = self.inner(hidden_states, *args, **kwargs)
+        return out + 0.1 * self.side(out)
+
+
 class Foreign(nn.Module):
     def __init__(self, layer: nn.Module, _width: int) -> None:
         super().__init__()
@@ -144,6 +157,14 @@ def test_a_layer_is_found_in_what_holds_it(make: Any, architecture: str, ids: to
         assert ((mine.float() - exact).norm() / exact.norm()).item() < 4e-3
         fix.revert()
         assert not model(input_ids=ids).logits.isfinite().all()
+
+
+def test_a_wrapper_that_is_a_subclass_of_the_layer(ids: torch.Tensor) -> None:
+    model = wrapped("llama", Derived, ids)
+    exact = copy.deepcopy(model).float()(input_ids=ids).logits.detach()
+    hfpatch.apply(model, verbose=False, only="fp16-residual-overflow")
+    with torch.no_grad():
+        assert ((model(input_ids=ids).logits.float() - exact).norm() / exact.norm()).item() < 4e-3
 
 
 def test_a_wrapper_around_one_layer_only(ids: torch.Tensor) -> None:
