@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
@@ -15,6 +16,7 @@ from hfpatch.model.eps import ADDED, norm_kinds
 from hfpatch.model.overflowing import overflow
 from hfpatch.model.survey import Survey
 from hfpatch.model.tiny import tiny_model
+from tests.lifecycle import gloo
 
 
 class Around(nn.Module):
@@ -222,3 +224,21 @@ def test_a_planned_dtype_and_weights_that_are_not_loaded(ids: torch.Tensor) -> N
     assert said.decided == "applied"
     said = next(d for d in hfpatch.plan(model.half().to("meta")).decisions if d.patch == "fp16-residual-overflow")
     assert (said.decided, "its weights are not loaded" in said.reason) == ("refused", True)
+
+
+def test_wrappers_that_fsdp_shards(ids: torch.Tensor) -> None:
+    """After the patch they run as before; a wrapper that is sharded already cannot be measured."""
+    gloo()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model, sharded = wrapped("llama", Around, ids), wrapped("llama", Around, ids)
+    hfpatch.apply(model, verbose=False, only="fp16-residual-overflow")
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        for each in (model, sharded):
+            for layer in each.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(each, mesh=mesh)
+        assert torch.equal(model(input_ids=ids).logits, want)
+    said = decided(sharded, "fp16-residual-overflow")
+    assert said.decided == "refused"
+    assert said.reason.startswith("model.layers.0 is a Around around the decoder layer: its weights are sharded")

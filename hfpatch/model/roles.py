@@ -179,7 +179,7 @@ def unread(survey: Survey, submodel: Submodel) -> str:
 def looked_through(path: str, item: nn.Module) -> Place | None:
     """The layer that an item of a list is, or that a user's module around it holds; None where that holds several."""
     _, module = peeled(path, item)
-    own = _own_class(module)
+    own = own_class(module)
     if f"{own.__module__}.".startswith(TOOL_PACKAGES) or is_stock(own):
         return path, item
     if _forward_is_stock(module) and _parts(path, item):  # a subclass of a layer
@@ -206,7 +206,7 @@ def _forward_is_stock(module: nn.Module) -> bool:
     return any(is_stock(cls) and "forward" in cls.__dict__ for cls in type(module).__mro__)
 
 
-def _own_class(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type:
     """A module's class; of one that FSDP2 made, the class it was made of."""
     return next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
 

@@ -17,7 +17,7 @@ from torch import nn
 from hfpatch.compat import hooks
 from hfpatch.compat.sharding import narrows_stream
 from hfpatch.model.norms import is_norm, is_torch_norm
-from hfpatch.model.roles import Place, Stack
+from hfpatch.model.roles import Place, Stack, own_class
 from hfpatch.patching.hooks import CastInput, DtypeRule, InFloat32
 from hfpatch.patching.stand_in import StandIns, Through
 
@@ -48,7 +48,7 @@ def obstacle(stacks: Sequence[Stack], compute_dtype: torch.dtype | None) -> str:
         for place, layer in stack.wrappers:
             key = type(place[1]), type(layer[1]), *((n, p.shape, p.dtype) for n, p in place[1].named_parameters())
             if key not in tried and (why := _fails(place, layer, stack, compute_dtype)):
-                return f"{place[0]} is a {type(place[1]).__name__} around the decoder layer: {why}"
+                return f"{place[0]} is a {own_class(place[1]).__name__} around the decoder layer: {why}"
             tried.add(key)
     return ""
 
@@ -57,6 +57,8 @@ def _fails(place: Place, layer: Place, stack: Stack, compute_dtype: torch.dtype 
     wrapper, inner = place[1], layer[1]
     if any(p.is_meta for p in _own(wrapper, inner)):
         return "its weights are not loaded, or offloaded, so what it does with a float32 stream cannot be measured"
+    if any(hasattr(p, "device_mesh") for p in _own(wrapper, inner)):
+        return "its weights are sharded, so what it does with a float32 stream cannot be measured: patch it before that"
     width = next(p.shape[-1] for _, norm in stack.layer_norms for p in norm.parameters())
     stream = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
     stream = stream * (PEAK / stream.abs().max())
