@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hfpatch
 from hfpatch.model.tiny import tiny_model
@@ -39,6 +40,22 @@ def exported(strict: bool) -> Callable[[Any, Batch], torch.Tensor]:
         return torch.export.export(model, (), words, strict=strict).module()(**words).logits
 
     return run
+
+
+def graph(model: Any, batch: Batch) -> torch.Tensor:
+    return make_fx(lambda ids: forward(model, {"input_ids": ids}))(batch["input_ids"])(batch["input_ids"])
+
+
+def scripted(model: Any, batch: Batch) -> torch.Tensor:
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return forward(self.model, {"input_ids": ids})
+
+    return torch.jit.trace(Logits(), (batch["input_ids"],), check_trace=False)(batch["input_ids"])
 
 
 def functional(model: Any, batch: Batch) -> torch.Tensor:
@@ -85,6 +102,9 @@ def test_forms_without_values(form: Any, architecture: str) -> None:
     ("architecture", "form"),
     [
         *((name, form) for name in TORCH_NORMS for form in (exported(strict=False), functional, mapped, tangent)),
+        ("opt", graph),
+        ("opt", scripted),
+        ("gpt2", scripted),
         ("gpt2", exported(strict=True)),
         ("t5", exported(strict=True)),
     ],

@@ -15,6 +15,7 @@ from hfpatch.model.tiny import tiny_model
 from hfpatch.patching.unserved import unserved
 from tests.test_embed import WHISPER
 from tests.test_feeding import Speech, Stages, torchs
+from tests.test_fp16 import Gated
 
 
 def rows(model: nn.Module, **words: Any) -> list[tuple[str, str, str, bool]]:
@@ -64,6 +65,15 @@ def test_a_refused_architecture_says_why() -> None:
     (row,) = unserved(Survey(tiny_model("olmo2").half()))
     assert (row.path, row.refused) == ("model.layers", True)
     assert "raw stream" in row.reason
+
+
+def test_layers_that_somebody_else_wrote() -> None:
+    model = tiny_model("llama").half()
+    for layer in model.model.layers:
+        layer.__class__ = Gated
+    (row,) = unserved(Survey(model))
+    assert (row.path, row.refused) == ("model.layers", True)
+    assert row.reason.startswith("it was not proved with tests.test_fp16.Gated.forward")
 
 
 def test_encoders_outside_transformers() -> None:

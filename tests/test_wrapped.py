@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 from hfpatch.model.eps import ADDED, norm_kinds
 from hfpatch.model.overflowing import overflow
 from hfpatch.model.survey import Survey
 from hfpatch.model.tiny import tiny_model
+from tests.lifecycle import gloo
 
 
 class Around(nn.Module):
@@ -108,6 +111,18 @@ class Several(Around):
         self.other = copy.deepcopy(layer)
 
 
+class Derived(LlamaDecoderLayer):
+    """A subclass of the layer it holds, with none of a layer's parts."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        nn.Module.__init__(self)
+        self.inner, self.side = layer, nn.Linear(width, width)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = self.inner(hidden_states, *args, **kwargs)
+        return out + 0.1 * self.side(out)
+
+
 class Foreign(nn.Module):
     def __init__(self, layer: nn.Module, _width: int) -> None:
         super().__init__()
@@ -144,6 +159,14 @@ def test_a_layer_is_found_in_what_holds_it(make: Any, architecture: str, ids: to
         assert ((mine.float() - exact).norm() / exact.norm()).item() < 4e-3
         fix.revert()
         assert not model(input_ids=ids).logits.isfinite().all()
+
+
+def test_a_wrapper_that_is_a_subclass_of_the_layer(ids: torch.Tensor) -> None:
+    model = wrapped("llama", Derived, ids)
+    exact = copy.deepcopy(model).float()(input_ids=ids).logits.detach()
+    hfpatch.apply(model, verbose=False, only="fp16-residual-overflow")
+    with torch.no_grad():
+        assert ((model(input_ids=ids).logits.float() - exact).norm() / exact.norm()).item() < 4e-3
 
 
 def test_a_wrapper_around_one_layer_only(ids: torch.Tensor) -> None:
@@ -200,4 +223,22 @@ def test_a_planned_dtype_and_weights_that_are_not_loaded(ids: torch.Tensor) -> N
     said = hfpatch.plan(model, compute_dtype="float16", only="fp16-residual-overflow").decisions[0]
     assert said.decided == "applied"
     said = next(d for d in hfpatch.plan(model.half().to("meta")).decisions if d.patch == "fp16-residual-overflow")
-    assert (said.decided, "weights are not loaded" in said.reason) == ("refused", True)
+    assert (said.decided, "its weights are not loaded" in said.reason) == ("refused", True)
+
+
+def test_wrappers_that_fsdp_shards(ids: torch.Tensor) -> None:
+    """After the patch they run as before; a wrapper that is sharded already cannot be measured."""
+    gloo()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model, sharded = wrapped("llama", Around, ids), wrapped("llama", Around, ids)
+    hfpatch.apply(model, verbose=False, only="fp16-residual-overflow")
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        for each in (model, sharded):
+            for layer in each.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(each, mesh=mesh)
+        assert torch.equal(model(input_ids=ids).logits, want)
+    said = decided(sharded, "fp16-residual-overflow")
+    assert said.decided == "refused"
+    assert said.reason.startswith("model.layers.0 is a Around around the decoder layer: its weights are sharded")

@@ -179,7 +179,10 @@ def unread(survey: Survey, submodel: Submodel) -> str:
 def looked_through(path: str, item: nn.Module) -> Place | None:
     """The layer that an item of a list is, or that a user's module around it holds; None where that holds several."""
     _, module = peeled(path, item)
-    if _forward_is_stock(module) or _is_tool(module):
+    own = own_class(module)
+    if f"{own.__module__}.".startswith(TOOL_PACKAGES) or is_stock(own):
+        return path, item
+    if _forward_is_stock(module) and _parts(path, item):  # a subclass of a layer
         return path, item
     held = {id(layer): (place, layer) for place, layer in reversed(list(_layers_inside(path, item)))}
     if len(held) > 1:
@@ -203,10 +206,9 @@ def _forward_is_stock(module: nn.Module) -> bool:
     return any(is_stock(cls) and "forward" in cls.__dict__ for cls in type(module).__mro__)
 
 
-def _is_tool(module: nn.Module) -> bool:
-    """True if a tool package wrote a module's class; FSDP2's, made of another class, count as that one."""
-    made = next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
-    return f"{made.__module__}.".startswith(TOOL_PACKAGES)
+def own_class(module: nn.Module) -> type:
+    """A module's class; of one that FSDP2 made, the class it was made of."""
+    return next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -235,10 +235,11 @@ def _run(survey: Survey, backbone: Submodel, home: str) -> _Seen:
                 tensor.data = tensor.data.float()
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            device = next(backbone.model.parameters()).device
             for words in itertools.islice(_inputs(survey, holder), ATTEMPTS):
                 marks.clear()
                 try:
-                    copied(**words)
+                    copied(**{name: value.to(device) for name, value in words.items()})
                 except Exception:  # noqa: BLE001, S112
                     continue
     except Exception:  # noqa: BLE001

@@ -195,7 +195,11 @@ def _outside_autocast(device: str) -> Any:
 
 
 def _float32(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    """A tensor in float32, a plain one: a dispatch mode (make_fx) refuses classes that it does not know."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    plain = value.as_subclass(torch.Tensor) if type(value) is Wide and not torch.compiler.is_compiling() else value
+    return plain.float()
 
 
 def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from hfpatch.model.roles import peeled, stream_dtype, weights_dtype
 from hfpatch.model.survey import Submodel, Survey, inside, starred
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
+from hfpatch.patching.drift import drift
 from hfpatch.patching.language import Refused
 from hfpatch.patching.registry import Entry
 
@@ -74,9 +75,12 @@ def _row(survey: Survey, entry: Entry, layers: LayerList, compute_dtype: torch.d
         return replace(row, refused=True, reason=reason)
     if not entry.serves(submodel.architecture):
         return replace(row, reason="no case proves the patch for this architecture")
-    verdict = entry.patch.condition(Context(survey, submodel, compute_dtype, entry.patch.options))
+    context = Context(survey, submodel, compute_dtype, entry.patch.options)
+    verdict = entry.patch.condition(context)
     if isinstance(verdict, Refused):
         return replace(row, refused=True, reason=verdict.reason)
+    if foreign := drift(entry.patch.upstream, context).foreign:
+        return replace(row, refused=True, reason=f"it was not proved with {foreign[0]}, which no repro of it runs")
     if any(inside(path, s.path) or inside(s.path, path) for s in survey.stacks.get(submodel.path, ())):
         return None
     return replace(row, reason="the patch widens another stack of this model, not this one")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hfpatch.compat import hooks
+from hfpatch.compat.sharding import narrows_stream
 from hfpatch.model.norms import is_norm, is_torch_norm
-from hfpatch.model.roles import Place, Stack
+from hfpatch.model.roles import Place, Stack, own_class
 from hfpatch.patching.hooks import CastInput, DtypeRule, InFloat32
 from hfpatch.patching.stand_in import StandIns, Through
 
@@ -37,14 +38,17 @@ def wants_cast(module: nn.Module) -> bool:
     return not computes_in_float32(module) and not is_norm(module)
 
 
-def obstacle(stacks: Iterable[Stack], compute_dtype: torch.dtype | None) -> str:
-    """Why a wrapper around a decoder layer does not go with a float32 stream; empty where all do."""
+def obstacle(stacks: Sequence[Stack], compute_dtype: torch.dtype | None) -> str:
+    """Why what is around the decoder layers does not go with a float32 stream: a wrapper, or FSDP; empty if nothing."""
+    on_stream = (place for stack in stacks for place in (*stack.items, *stack.layers))
+    if sharded := next((f"{path}: {why}" for path, module in on_stream if (why := narrows_stream(module))), ""):
+        return sharded
     tried: set[Any] = set()
     for stack in stacks:
         for place, layer in stack.wrappers:
             key = type(place[1]), type(layer[1]), *((n, p.shape, p.dtype) for n, p in place[1].named_parameters())
             if key not in tried and (why := _fails(place, layer, stack, compute_dtype)):
-                return f"{place[0]} is a {type(place[1]).__name__} around the decoder layer: {why}"
+                return f"{place[0]} is a {own_class(place[1]).__name__} around the decoder layer: {why}"
             tried.add(key)
     return ""
 
@@ -52,7 +56,9 @@ def obstacle(stacks: Iterable[Stack], compute_dtype: torch.dtype | None) -> str:
 def _fails(place: Place, layer: Place, stack: Stack, compute_dtype: torch.dtype | None) -> str:
     wrapper, inner = place[1], layer[1]
     if any(p.is_meta for p in _own(wrapper, inner)):
-        return "its weights are not loaded, so what it does with a float32 stream cannot be measured"
+        return "its weights are not loaded, or offloaded, so what it does with a float32 stream cannot be measured"
+    if any(hasattr(p, "device_mesh") for p in _own(wrapper, inner)):
+        return "its weights are sharded, so what it does with a float32 stream cannot be measured: patch it before that"
     width = next(p.shape[-1] for _, norm in stack.layer_norms for p in norm.parameters())
     stream = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
     stream = stream * (PEAK / stream.abs().max())

@@ -6,7 +6,9 @@ backbone's norms use another (1e-6 in most). Rows of small variance then come ou
 backbone expects, and a checkpoint moved between two code bases that differ in eps gives other outputs.
 
 ## What this changes
-`eps` (or `variance_epsilon`) of added LayerNorms and RMSNorms becomes that of the backbone's final norm.
+`eps` (or `variance_epsilon`) of added LayerNorms and RMSNorms that feed the backbone becomes that of its final norm:
+those after which only linear maps and elementwise functions come, as a run on made-up inputs shows, or their place
+beside the projector. An encoder's own norms, and those of which nothing tells, are left alone and named.
 Norms that are provably as they were made (weight 1, bias 0, trainable) are aligned in a bare apply; trained
 ones only when asked, because their weights were learned with the old eps. A half-precision weight without a
 bias proves nothing: there an optimizer's step is lost beside a 1. Native norms are never touched

@@ -14,7 +14,7 @@ The input of the first decoder layer is cast to float32, and the norms of the la
 norms, whose kernels want input and weight in one dtype, compute in float32. A norm after a branch (Gemma 2 and 3) is
 given float32 too: what it adds can pass 65,504 by itself. Attention and MLP get their input cast back to the dtype of
 their own weights, and the final norm's output is cast back too. An encoder and a decoder are each treated so. T5's `wo`
-computes in float32 and outside autocast, whatever its weights are in.
+computes in float32 and outside autocast, whatever its weights are in; so do your own maps and norms around a layer.
 
 Weights, state dict and the dtype of `last_hidden_state` and of the KV cache stay as they are; `hidden_states` of inner
 layers are float32. Casting at the layer and not at the embedding keeps rotary tables and masks in the compute dtype.
@@ -26,15 +26,15 @@ are exact to float32; matrix products are unchanged.
 ## Known limits
 Gemma 3 was tried with real weights; most other architectures only as tiny random models whose stream was made to
 overflow. A projection whose own output passes 65,504 is not mended. Whether this model's stream does overflow is not
-asked: every float16 stream of a served architecture is widened.
-Refused for layers or norms whose forward somebody else wrote. PEFT's AdaptionPrompt added after the patch
-calls the projections past the casts: add it first. A function of your own compiled around the model and
-called before the patch goes on running the code it made; call `torch._dynamo.reset()`. Layers that FSDP2 wraps later
-with a policy that casts their inputs or outputs raise at the first call.
-Not served: streams that modules other than layers read (Gemma 3n, Gemma 4), or that branches read before any norm
-(OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Layers that normalise every sum at once (BERT,
-BART) have no stream that grows. Nothing here outlives `save_pretrained`: a server that loads the checkpoint must patch
-it too.
+asked: every float16 stream of a served architecture is widened. Refused for layers or norms whose forward somebody
+else wrote, and for a module around a layer that, tried alone, does not compute on a float32 stream what it computes
+in float32 (one that casts it by hand). PEFT's AdaptionPrompt added after the patch calls the projections past the
+casts: add it first. A function of your own compiled around the model and called before the patch goes on running the
+code it made; call `torch._dynamo.reset()`. Layers that FSDP2 wraps later with a policy that casts the stream back
+raise at the first call. Not served: streams that modules other than layers read (Gemma 3n, Gemma 4), or that branches
+read before any norm (OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Layers that normalise
+every sum at once (BERT, BART) have no stream that grows. Nothing here outlives `save_pretrained`: a server that loads
+the checkpoint must patch it too.
 
 ## Sources
 huggingface/transformers#36822, huggingface/transformers#39972 (symptom); measured on Gemma 3 270M with
@@ -116,7 +116,6 @@ POST_NORM = "attention and MLP read the raw stream, their norms come after them;
 
 def condition(context: Context) -> Verdict:
     """Needed where the stream is, or is planned to be, float16."""
-    from hfpatch.compat.sharding import narrows_stream
     from hfpatch.model.roles import unread
     from hfpatch.patching.wrapped import obstacle
 
@@ -133,11 +132,8 @@ def condition(context: Context) -> Verdict:
         return Needed(f"float16 autocast would round what {KEPT_IN_FLOAT32} puts out; without it nothing changes")
     if dtype != "float16":
         return NotNeeded(f"the residual stream is {dtype}, whose range holds it")
-    on_stream = (place for s in context.stacks for place in (*s.items, *s.layers))
-    if sharded := next((f"{path}: {why}" for path, module in on_stream if (why := narrows_stream(module))), ""):
-        return Refused(sharded)
-    if around := obstacle(context.stacks, planned):
-        return Refused(around)
+    if why := obstacle(context.stacks, planned):
+        return Refused(why)
     is_now = "is" if now == dtype else f"is {now} and planned to be"
     return Needed(f"the residual stream {is_now} float16: it cannot hold more than 65,504")
 
