@@ -15,7 +15,7 @@ from hfpatch.model.survey import Submodel, Survey, inside, starred
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
 from hfpatch.patching.drift import drift
-from hfpatch.patching.language import Refused
+from hfpatch.patching.language import NotNeeded, Refused
 from hfpatch.patching.registry import Entry
 
 PATCH = "fp16-residual-overflow"
@@ -71,12 +71,15 @@ def _row(survey: Survey, entry: Entry, layers: LayerList, compute_dtype: torch.d
     if submodel is None:
         return row
     row = replace(row, architecture=submodel.architecture)
+    context = Context(survey, submodel, compute_dtype, entry.patch.options)
+    known = submodel.architecture in entry.patch.refuses or entry.serves(submodel.architecture)
+    verdict = entry.patch.condition(context) if known else None
+    if isinstance(verdict, NotNeeded):
+        return None
     if reason := entry.patch.refuses.get(submodel.architecture):
         return replace(row, refused=True, reason=reason)
-    if not entry.serves(submodel.architecture):
+    if verdict is None:
         return replace(row, reason="no case proves the patch for this architecture")
-    context = Context(survey, submodel, compute_dtype, entry.patch.options)
-    verdict = entry.patch.condition(context)
     if isinstance(verdict, Refused):
         return replace(row, refused=True, reason=verdict.reason)
     if foreign := drift(entry.patch.upstream, context).foreign:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hfpatch.errors import HfpatchError, UnknownPatchError
+from hfpatch.errors import HfpatchError, InputError, UnknownPatchError
+from hfpatch.given import shown
 from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching import registry
 from hfpatch.patching.compare import Edited, compare
