@@ -81,7 +81,9 @@ def plan(
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             decisions.extend(_decide(entry, survey, dtype, chosen))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
-        decisions += _not_served(survey, dtype, decisions)
+        rows = _not_served(survey, dtype, decisions)
+        beside = (d for d in decisions if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more
+        decisions = [*beside, *rows]
     everything = SUGGESTED in names(include)
     decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
     _check_conflicts(survey.root, decided)
@@ -163,7 +165,7 @@ def _known(entry: Entry, context: Context) -> Decision:
 def _blank(entry: Entry, context: Context) -> Decision:
     """A refusal without a reason yet."""
     patch = entry.patch
-    unasked = callable(patch.effect) or patch.effect in UNASKED
+    unasked = not callable(patch.effect) and patch.effect in UNASKED
     path = context.submodel.path if context.submodel else None
     return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked)
 
