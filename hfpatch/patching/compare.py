@@ -331,8 +331,8 @@ def _on_buffers(buffers: Sequence[Buffer]) -> list[str]:
     rounded = [b for b in buffers if b.state == "rounded"]
     if rounded:
         notes.append(
-            f"{_places(rounded)}: a cast rounded what no checkpoint holds; the reference has it in float32, "
-            f"{AS_LOADED!r} as from_pretrained leaves it"
+            f"{_places(rounded)}: rounded to half precision, though no checkpoint holds it; the reference has it in "
+            f"float32, {AS_LOADED!r} as from_pretrained leaves it"
         )
     lost = [b for b in buffers if b.state == "changed" and b.value.dtype in HALF]
     if lost:
