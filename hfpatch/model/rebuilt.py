@@ -21,7 +21,7 @@ from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey, inside, starred, stock_class, without_copy
 
 HALF = (torch.float16, torch.bfloat16)
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "token_adapter")
 """Names in a path that a wrapper put there."""
 
 State = Literal["as made", "rounded", "changed", "persistent"]
