@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/verify_kl.py [--gemma DIR] [--smollm DIR] [--whisper DIR]
 
-Target: within 1.5 times of the true one, or both below 1e-6. Each model is patched by `hfpatch.apply` after it was
-cast. Tiny random models with sharp attention, so that positions
-matter; DIR are checkpoints that `tests/real/weights.py` converts. The true KL is computed in float64 from the model
-that was kept before the cast, over the tokens that verify compares: once with the weights as the cast rounded them,
-which is what verify speaks of, and once with the weights as they were."""
+Target: within 1.5 times of the true one, or both below 1e-6. Tiny random models with sharp attention, so that positions
+matter; DIR are checkpoints that `tests/real/weights.py` converts. Each model is patched by `hfpatch.apply` after it was
+cast. The true KL is computed in float64 from the model that was kept before the cast, over the tokens that verify
+compares: once with the weights as the cast rounded them, which is what verify speaks of, and once with the weights as
+they were.
+"""
 
 from __future__ import annotations
 

@@ -337,6 +337,34 @@ def test_what_cannot_run_in_float32_is_one_sentence(ids: torch.Tensor) -> None:
         hfpatch.verify(Stubborn(), {"input_ids": ids})
 
 
+def test_a_row_that_cannot_run_is_a_note(ids: torch.Tensor) -> None:
+    class Numpy(nn.Module):
+        """numpy has no bfloat16."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.llm = tiny_model("llama")
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            embeds = self.llm.get_input_embeddings()(input_ids)
+            return self.llm(inputs_embeds=torch.from_numpy(embeds.numpy()))
+
+    proof = hfpatch.verify(Numpy(), {"input_ids": ids}, runs=["as it is", "bfloat16 weights"])
+    assert [r.finite for r in proof.rows] == [True, False]
+    assert any(note.startswith("bfloat16 weights: does not run here") for note in proof.notes)
+
+
+def test_shards_are_refused(ids: torch.Tensor, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    model = tiny_model("llama")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(hfpatch.errors.InputError, match="before it is sharded"):
+        hfpatch.verify(model, {"input_ids": ids})
+
+
 def test_nothing_applied_compares_dtypes(ids: torch.Tensor) -> None:
     model = tiny_model("llama")
     proof = hfpatch.apply(model, verbose=False).verify({"input_ids": ids})

@@ -186,7 +186,7 @@ def _attempt(bench: _Bench, way: Way) -> tuple[Answer, dict[str, Any], bool]:
     """An answer, its cost, and whether the inputs of parts had to be cast to the dtype of their weights."""
     try:
         return *bench.run(way), bench.by_hand
-    except RuntimeError as error:
+    except (RuntimeError, InputError) as error:
         if bench.by_hand or way.weights is None or not _DTYPES.search(str(error)):
             raise
     return *replace(bench, by_hand=True).run(way), True
@@ -216,7 +216,7 @@ def _row(bench: _Bench, way: Way, exact: Answer, tick: Callable[[], None], notes
     try:
         with _ticking(bench, tick):
             found, cost, by_hand = _attempt(bench, way)
-    except RuntimeError as error:  # what this model's own code does not take
+    except (RuntimeError, InputError) as error:  # what this model's own code does not take
         notes.append(f"{way.name}: does not run here ({_line(error)})")
         return Figures(way.name, None, math.nan, 0.0, finite=False)
     if by_hand and not bench.by_hand:
@@ -247,7 +247,7 @@ def _changes(
 def _loss(bench: _Bench, way: Way, off: Sequence[tuple[nn.Module, Record]]) -> float | None:
     try:
         loss = bench.run(way, off)[0].loss
-    except RuntimeError:  # it runs with the patch only
+    except (RuntimeError, InputError):  # it runs with the patch only
         return None
     return None if loss is None else float(loss)
 
