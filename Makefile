@@ -4,16 +4,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-architectures test-browser test-real lint clean
+.PHONY: demo test test-architectures test-browser test-interrupts test-real lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser and not interrupts"
 
 test-architectures: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m architectures tests
+
+test-interrupts: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m interrupts tests
 
 test-browser: $(VENV)/.installed-test
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }

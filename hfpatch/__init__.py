@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from hfpatch.model.lora_config import lora_config as lora_config
     from hfpatch.numerics.losses import normalized_mse as normalized_mse
     from hfpatch.patching.apply import Applied as Applied
-    from hfpatch.patching.apply import Status as Status
     from hfpatch.patching.apply import apply as apply
-    from hfpatch.patching.apply import revert as revert
-    from hfpatch.patching.apply import status as status
     from hfpatch.patching.catalogue import explain as explain
     from hfpatch.patching.catalogue import list_patches as list_patches
-    from hfpatch.patching.plan import Plan as Plan
+    from hfpatch.patching.decision import Plan as Plan
     from hfpatch.patching.plan import plan as plan
+    from hfpatch.patching.status import Status as Status
+    from hfpatch.patching.status import status as status
+    from hfpatch.patching.undo import revert as revert
     from hfpatch.patching.verify import Proof as Proof
     from hfpatch.patching.verify import verify as verify
     from hfpatch.scanning.report import ScanReport as ScanReport
@@ -66,13 +66,13 @@ _HOMES = {
     "lora_targets": "hfpatch.model.lora",
     "lora_config": "hfpatch.model.lora_config",
     "Applied": "hfpatch.patching.apply",
-    "Status": "hfpatch.patching.apply",
+    "Status": "hfpatch.patching.status",
     "apply": "hfpatch.patching.apply",
-    "revert": "hfpatch.patching.apply",
-    "status": "hfpatch.patching.apply",
+    "revert": "hfpatch.patching.undo",
+    "status": "hfpatch.patching.status",
     "explain": "hfpatch.patching.catalogue",
     "list_patches": "hfpatch.patching.catalogue",
-    "Plan": "hfpatch.patching.plan",
+    "Plan": "hfpatch.patching.decision",
     "plan": "hfpatch.patching.plan",
     "Proof": "hfpatch.patching.verify",
     "verify": "hfpatch.patching.verify",

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from hfpatch.patching import registry
+from hfpatch.patching.decision import Decision
 from hfpatch.patching.edits import IN_FLOAT32
-from hfpatch.patching.plan import Decision, plan
+from hfpatch.patching.plan import plan
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.trace import Trace
 

@@ -20,7 +20,7 @@ from torch import nn
 from hfpatch.blackbox import BlackBox
 from hfpatch.errors import GuardStop
 from hfpatch.guarding.guard import Guard
-from tests.guard_worker import digest, wrap
+from tests.guard_worker import digest, leave, wrap
 
 
 class Talks(nn.Module):
@@ -71,8 +71,7 @@ def main(mode: str, folder: str) -> None:
     except GuardStop as stop:
         found["stop"] = str(stop).splitlines()
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -98,8 +99,7 @@ def main(mode: str, folder: str) -> None:
     except GuardStop as stop:
         found["stop"] = str(stop)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def made(mode: str) -> tuple[int, int, Any, Any, Any, dict[str, Any]]:
@@ -168,7 +168,7 @@ def train(folder: str, *, ruined: bool = False) -> None:
         "schedule": trainer.lr_scheduler.last_epoch,
     }
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave()
 
 
 def ruin(mode: str, folder: str) -> None:
@@ -204,8 +204,21 @@ def ruin(mode: str, folder: str) -> None:
     outcome = guard.step(loss_of(model, 0, rank, world))
     guard.settle()
     Path(folder, f"{rank}.json").write_text(json.dumps({"stops": stops, "after": outcome.facts.kind}))
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this rank, whose results are written.
+
+    Gloo's threads outlive `destroy_process_group` where DDP or FSDP was used, and one that lets go of a tensor while
+    the interpreter shuts down ends in `terminate called without an active exception` (pytorch/pytorch#179291). There
+    is no way to wait for them, so the interpreter is not shut down.
+    """
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def digest(model: nn.Module) -> str:

@@ -124,6 +124,16 @@ def fsdp_then_apply(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits(model, ids)
 
 
+def apply_then_fsdp_casting(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    apply(model)
+    return logits(fsdp(model, cast=True), ids)
+
+
+def apply_then_fsdp(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    apply(model)
+    return logits(fsdp(model, cast=False), ids)
+
+
 def apply_then_compile(model: Any, ids: torch.Tensor) -> torch.Tensor:
     apply(model)
     return logits(torch.compile(model, backend="eager"), ids)
@@ -298,6 +308,8 @@ ROWS = (
     Row("DataParallel, apply", data_parallel, WORKS),
     Row("FSDP2 that casts forward inputs, apply", fsdp_casting_then_apply, "cast_forward_inputs=False"),
     Row("FSDP2 with cast_forward_inputs=False, apply", fsdp_then_apply, WORKS),
+    Row("apply, FSDP2 that casts forward inputs, first call", apply_then_fsdp_casting, "cast_forward_inputs=False"),
+    Row("apply, FSDP2 with cast_forward_inputs=False", apply_then_fsdp, WORKS),
     Row("apply, torch.compile", apply_then_compile, WORKS),
     Row("torch.compile, apply, first call", compile_then_apply, WORKS),
     Row("torch.compile, first call, apply", compile_call_apply, "torch._dynamo.reset()"),

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hfpatch.compat import hooks, initial
+from hfpatch.compat import hooks, initial, sharding
 from hfpatch.testing import tiny_model
+from tests import lifecycle
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -119,3 +121,55 @@ def test_the_default_dtype_comes_back() -> None:
         assert torch.ones(1).dtype == torch.float64
         raise KeyboardInterrupt
     assert torch.ones(1).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("words", "casts", "said"),
+    [
+        ({"param_dtype": torch.float16}, True, "cast_forward_inputs=False"),
+        ({"param_dtype": torch.bfloat16}, True, "cast_forward_inputs=False"),
+        ({"param_dtype": torch.float16, "cast_forward_inputs": False}, False, ""),
+        ({"param_dtype": torch.float32}, False, ""),
+        ({"output_dtype": torch.float16}, True, "output_dtype=None"),
+        ({}, False, ""),
+    ],
+)
+def test_a_policy_of_fsdp_is_read_as_fsdp_does_it(words: dict[str, Any], casts: bool, said: str) -> None:
+    lifecycle.gloo()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    seen: list[torch.dtype] = []
+
+    class Passes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.dtype)
+            return x * 1
+
+    layer = Passes(2, 2)
+    assert sharding.narrows_stream(layer) == ""
+    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**words))
+    out = layer(torch.ones(1, 2))
+    assert ({*seen, out.dtype} != {torch.float32}) is casts
+    found = sharding.narrows_stream(layer)
+    assert said in found
+    assert bool(found) is casts
+
+
+def test_hooks_around_many_modules_are_called_as_torch_would_call_them_and_leave_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_pre_hook(lambda *_: None)
+    was = [[dict(table) for table in hooks.tables(m)] for m in model.modules()]
+    called: list[tuple[str, int]] = []
+    around = [
+        (
+            layer,
+            lambda *given: called.append(("before", len(given))),
+            lambda *given: called.append(("after", len(given))),
+        )
+        for layer in model
+    ]
+    key = hooks.around(around)
+    model(torch.ones(1, 2))
+    assert called == 2 * [("before", 3), ("after", 3)]
+    hooks.drop_around(around, key)
+    hooks.drop_around(around, key)
+    assert [[dict(table) for table in hooks.tables(m)] for m in model.modules()] == was

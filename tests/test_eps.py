@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.errors import ApplyError, InputError
+from hfpatch.errors import InputError
 from hfpatch.model.added import added_modules
 from hfpatch.model.norms import is_norm, untrained
 from hfpatch.model.survey import Survey
@@ -192,7 +192,9 @@ def test_eps_behind_a_property_is_left_alone_and_hinders_nothing(tiny: Any) -> N
     assert model.ln_speech.eps == 1e-4
 
 
-def test_a_setter_that_writes_and_raises_is_undone(tiny: Any) -> None:
+def test_an_attribute_is_written_past_a_setter_of_the_users(tiny: Any) -> None:
+    """A setter may write elsewhere (a compiled module's does); written, read and restored is in one place."""
+
     class Picky(nn.LayerNorm):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
@@ -201,10 +203,11 @@ def test_a_setter_that_writes_and_raises_is_undone(tiny: Any) -> None:
 
     model = SpeechLLM(tiny("llama"))
     model.picky = Picky(24, eps=1e-4)
-    with pytest.raises(ApplyError, match="everything was put back"):
-        hfpatch.apply(model)
+    fix = hfpatch.apply(model, only="eps-alignment")
+    assert model.picky.eps == 1e-6
+    fix.revert()
     assert model.picky.eps == 1e-4
-    assert not hfpatch.status(model)
+    assert not hfpatch.status(model).edits
 
 
 def test_half_precision_proves_nothing_without_a_bias() -> None:

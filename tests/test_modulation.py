@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hfpatch
-from hfpatch.errors import ConflictError, InputError, RefusedError
+from hfpatch.errors import InputError, RefusedError
 from hfpatch.model.composites_modulation import Modulation, gated, modulated, trained_modulated
 from hfpatch.model.tanh import calls_functional_tanh
 from hfpatch.model.tiny import tiny_model
+from hfpatch.patching.announce import announcement
 from tests.fingerprint import fingerprint
 
 ID = "sigmoid-modulation"
@@ -618,7 +619,7 @@ def test_bounds_that_exclude_one(low: Any, high: Any) -> None:
     assert fingerprint(model) == before
 
 
-def test_other_bounds_and_a_conflict() -> None:
+def test_other_bounds_are_said_and_not_set_on_top() -> None:
     model = Model(Film(one_plus_torch))
     apply(model, low=0.25, high=3.0)
     h = torch.randn(2, 3, WIDTH)
@@ -626,8 +627,11 @@ def test_other_bounds_and_a_conflict() -> None:
     shift = torch.logit(torch.tensor(part, dtype=torch.float64))
     x = copy.deepcopy(model.part).double().proj(h.double())
     assert close(model(h), h.double() * (0.25 + 2.75 * torch.sigmoid(x + shift)))
-    with pytest.raises(ConflictError, match=r"0\.25 to 3"):
-        apply(model)
+    fix = apply(model)
+    (found,) = fix.plan.decisions
+    assert fix.edits == ()
+    assert "was set to 0.25 to 3, 1 at 0 then, and would be set to 0.5 to 1.5, 1 at 0 now: " in found.otherwise
+    assert found.otherwise in announcement(fix.plan)[0]
 
 
 def test_names_that_match_nothing_or_no_modulation() -> None:

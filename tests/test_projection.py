@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hfpatch
-from hfpatch.errors import ConflictError, InputError, RefusedError
+from hfpatch.errors import InputError, RefusedError
 from hfpatch.model import projector as projectors
 from hfpatch.model.survey import Survey
 from hfpatch.model.tiny import SpeechLLM, tiny_model, trained_speech_llm
@@ -182,8 +182,10 @@ def test_bare_apply_says_so_and_a_second_one_does_nothing() -> None:
     trained(model.speech_proj, torch.optim.AdamW, 1e-3, 2)
     hfpatch.apply(model, verbose=False)
     assert not torch.equal(model.speech_proj.weight, weight)  # what was trained since stays
-    with pytest.raises(ConflictError, match="tensor weight of 'speech_proj'"):
-        hfpatch.apply(model, include=ID, options=options(std=0.02), verbose=False)
+    fix = hfpatch.apply(model, include=ID, options=options(std=0.02), verbose=False)
+    (found,) = (d for d in fix.plan.decisions if d.patch == ID)
+    assert (found.decided, found.edits) == ("not needed", ())
+    assert "tensor weight of speech_proj was set to " in found.otherwise
 
 
 @pytest.mark.parametrize("how", ["two steps of AdamW at 1e-6", "bfloat16", "normal inside the bound"])
@@ -300,7 +302,7 @@ def test_lora_matrices_never_and_copies_of_peft_together() -> None:
     model = get_peft_model(SpeechLLM(tiny_model("llama"), width=32), config)
     assert not [e for e in hfpatch.plan(model).edits if "lora" in e.path]
     with pytest.raises(RefusedError, match=r"lora_B\.default is part of an adapter"):
-        hfpatch.plan(model, only=ID, options=options(modules="*speech_proj.lora_B.default"))
+        hfpatch.apply(model, only=ID, options=options(modules="*speech_proj.lora_B.default"))
     saved = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["speech_proj"])
     model = get_peft_model(SpeechLLM(tiny_model("llama")), saved)
     fix = hfpatch.apply(model, only=ID, verbose=False)
@@ -488,7 +490,7 @@ def test_where_something_follows_the_layer_it_is_refused(make: Callable[[], nn.M
     if not isinstance(model.speech_proj, Refuses):
         assert "something follows it, so the size of the outputs is not set by its weight" in found.reason
         with pytest.raises(RefusedError, match="something follows it"):
-            hfpatch.plan(model, only=ID, options=options(modules="speech_proj"))
+            hfpatch.apply(model, only=ID, options=options(modules="speech_proj"))
 
 
 class Refuses(nn.Module):

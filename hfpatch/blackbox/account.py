@@ -21,7 +21,7 @@ from hfpatch.guarding.recorder import Event
 from hfpatch.model.facts import dtype_name
 from hfpatch.model.roles import weights_dtype
 from hfpatch.model.survey import Survey
-from hfpatch.patching.apply import status
+from hfpatch.patching.status import status
 from hfpatch.tracing.tensors import is_sharded
 
 PACKAGES = ("hfpatch", "torch", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes")

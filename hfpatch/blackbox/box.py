@@ -21,6 +21,7 @@ from hfpatch.blackbox.account import account
 from hfpatch.blackbox.kept import Kept, keep
 from hfpatch.blackbox.packing import pack, without_values
 from hfpatch.blackbox.rerun import MicroBatch, Rerun, blamed, inner, rerun, wrong
+from hfpatch.compat import hooks
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.guarding.outcome import Reason
 from hfpatch.guarding.recorder import Event
@@ -91,7 +92,7 @@ class Recording:
         self._warned = False
         # what DDP calls is called on every path; of a compiled model only the wrapper runs hooks uncompiled
         watched = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._handle = watched.register_forward_pre_hook(_Capture(self), with_kwargs=True)
+        self._handle = hooks.before(watched, _Capture(self), with_kwargs=True)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

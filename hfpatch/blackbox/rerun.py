@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.advice import trace
 from hfpatch.blackbox.kept import Kept, as_it_was
+from hfpatch.compat import hooks
 from hfpatch.guarding.norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
 from hfpatch.tracing.calls import autocast_now
@@ -206,7 +207,7 @@ def _listening(model: nn.Module, inside: list[dict[str, torch.dtype]]) -> Genera
         if not inside:
             inside.append(autocast_now())
 
-    handles = [module.register_forward_pre_hook(before) for module in model.modules() if module is not model]
+    handles = [hooks.before(module, before) for module in model.modules() if module is not model]
     try:
         yield
     finally:

@@ -14,8 +14,10 @@ def demo(json: Json = False) -> None:
     import torch
 
     from hfpatch.model.tiny import rescale, tiny_model
-    from hfpatch.patching.apply import announcement, apply, status
+    from hfpatch.patching.announce import announcement
+    from hfpatch.patching.apply import apply
     from hfpatch.patching.plan import plan
+    from hfpatch.patching.status import status
 
     torch.set_num_threads(1)
     model = tiny_model("gemma3_text")
@@ -33,7 +35,7 @@ def demo(json: Json = False) -> None:
     print("A tiny random Gemma 3 in float16, scaled so that its residual stream passes 65,504.\n")
     for step, shown in (
         ("plan(model)", made),
-        ("fix = apply(model)", "\n".join(announcement(fix))),
+        ("fix = apply(model)", "\n".join(announcement(fix.plan))),
         ("fix.verify(batch)", proof),
         ("fix.revert(); status(model)", after),
     ):

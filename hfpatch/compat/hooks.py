@@ -18,7 +18,10 @@ from torch import nn
 
 BEFORE = ("_forward_pre_hooks_with_kwargs", "_forward_pre_hooks")
 AFTER = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_hooks")
-"""Names of torch's tables: the flags first, the table of the hooks themselves last."""
+"""Names of torch's tables: the flags first, the table of the hooks themselves last.
+
+A hook is entered there first and taken off there last, so that one whose setting or removal was interrupted is found.
+"""
 
 
 class Handle:
@@ -79,26 +82,57 @@ def _set(
     module: nn.Module, names: tuple[str, ...], hook: Callable[..., Any], first: bool, flags: dict[str, bool], key: int
 ) -> Handle:
     key = key or new_key()
+    table = module.__dict__[names[-1]]
+    table[key] = hook
     for name, wanted in flags.items():
         if wanted:
             module.__dict__[name][key] = True
-    table = module.__dict__[names[-1]]
-    table[key] = hook
     if first:
         table.move_to_end(key, last=False)
     return Handle(module, key)
 
 
+Around = tuple[nn.Module, Callable[..., Any], Callable[..., Any]]
+"""A module, what is called before its forward (with keyword arguments), and what is called after it."""
+
+
+def around(modules: Iterable[Around]) -> int:
+    """Set hooks on many modules, and return the one key they are under; `drop_around` takes them off.
+
+    There is no handle for each: setting those would cost a trace more than its hooks do.
+    """
+    key = new_key()
+    for module, called, returned in modules:
+        slots = module.__dict__
+        slots["_forward_pre_hooks"][key] = called
+        slots["_forward_pre_hooks_with_kwargs"][key] = True
+        slots["_forward_hooks"][key] = returned
+    return key
+
+
+def drop_around(modules: Iterable[Around], key: int) -> None:
+    """Take off what `around` set."""
+    for module, _, _ in modules:
+        slots = module.__dict__
+        slots["_forward_pre_hooks"].pop(key, None)
+        slots["_forward_pre_hooks_with_kwargs"].pop(key, None)
+        slots["_forward_hooks"].pop(key, None)
+
+
 def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return torch's tables of a module's forward hooks and their flags, the hooks before the flags."""
-    return tuple(module.__dict__[name] for name in (*reversed(BEFORE), *reversed(AFTER)))
+    """Return torch's tables of a module's forward hooks and their flags, the flags before the hooks."""
+    return tuple(module.__dict__[name] for name in (*BEFORE, *AFTER))
 
 
-def keys(module: nn.Module, hooks: Iterable[object]) -> list[int]:
-    """Return the keys under which a module has these very hooks."""
+def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) -> list[int]:
+    """Return the keys under which a module has these very hooks; with `silent`, those that are silenced too."""
     wanted = {id(hook) for hook in hooks}
-    found = (module.__dict__[names[-1]] for names in (BEFORE, AFTER))
-    return [key for table in found for key, hook in table.items() if id(hook) in wanted]
+    found: list[int] = []
+    for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+        for key, hook in table.items():
+            if id(hook.hook if silent and isinstance(hook, Silenced) else hook) in wanted:
+                found.append(key)
+    return found
 
 
 def drop(module: nn.Module, gone: Iterable[int]) -> None:
@@ -106,3 +140,30 @@ def drop(module: nn.Module, gone: Iterable[int]) -> None:
     for key in gone:
         for table in tables(module):
             table.pop(key, None)
+
+
+class Silenced:
+    """A hook that does nothing and keeps the place of another one."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: Any) -> None:
+        """Change nothing."""
+
+
+def silence(module: nn.Module, hooks: Iterable[object]) -> None:
+    """Let a hook that does nothing stand in the place of each of these, so that the order stays."""
+    for key in keys(module, hooks):
+        for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+            if key in table:
+                table[key] = Silenced(table[key])
+
+
+def unsilence(module: nn.Module, hooks: Iterable[object]) -> None:
+    """Put back those of these hooks that are silenced."""
+    wanted = {id(hook) for hook in hooks}
+    for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+        for key, hook in list(table.items()):
+            if isinstance(hook, Silenced) and id(hook.hook) in wanted:
+                table[key] = hook.hook

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
+from hfpatch.model.survey import peek
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 STRAY = "not the model's: parameter of the optimizer"
@@ -179,9 +180,9 @@ def _warnings(model: nn.Module, *, scaled: bool) -> Iterator[str]:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    weight: Any = getattr(module, "weight", None)
+    weight: Any = peek(module, "weight")
     if weight is None:
-        weight = getattr(module, "qweight", None)
+        weight = peek(module, "qweight")
     return isinstance(weight, torch.Tensor) and (hasattr(weight, "quant_state") or not weight.is_floating_point())
 
 

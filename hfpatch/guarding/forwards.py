@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hfpatch.compat import hooks
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import plain
 from hfpatch.model.code import tree_of
@@ -218,7 +219,7 @@ def _reached(inner: nn.Module, stacks: dict[str, list[Any]], batch: Mapping[str,
 
         return look
 
-    handles = [m.register_forward_pre_hook(look_at(stack)) for stack, layers in stacks.items() for m in layers]
+    handles = [hooks.before(m, look_at(stack)) for stack, layers in stacks.items() for m in layers]
     try:
         with torch.enable_grad():
             _run(inner, batch)

@@ -17,6 +17,7 @@ from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts, Outcome
 from hfpatch.guarding.recorder import Box, conclude
+from hfpatch.model.survey import root_module
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Guard:
         verbose: bool = True,
     ) -> None:
         _check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
-        self.model = model
+        self.model = model = root_module(model)
         self.scheduler = scheduler
         self.accelerator = accelerator
         self.max_grad_norm = max_grad_norm

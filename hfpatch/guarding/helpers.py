@@ -11,6 +11,7 @@ import torch
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import plain
 from hfpatch.guarding.norms import piece, tensor_norms
+from hfpatch.model.survey import root_module
 from hfpatch.report import Sheet
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def gradient_report(model: nn.Module, loss_scale: float = 1.0) -> GradientReport
     """
     if not 0 < loss_scale < math.inf:
         raise InputError(f"gradient_report: want a loss_scale above 0, got {loss_scale}; leave it out after unscale_")
-    named = [(plain(n), p) for n, p in model.named_parameters()]
+    named = [(plain(n), p) for n, p in root_module(model).named_parameters()]
     grads = {n: p.grad for n, p in named if p.grad is not None}
     if not grads:
         raise InputError(

@@ -13,7 +13,7 @@ from hfpatch.errors import InputError
 from hfpatch.guarding.checks import plain, trained
 from hfpatch.guarding.settings import Settings, read_settings
 from hfpatch.model import facts
-from hfpatch.model.survey import Survey
+from hfpatch.model.survey import Survey, peek
 
 
 class Subject:
@@ -61,7 +61,7 @@ class Subject:
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
         """The quantization its config asks for."""
-        config: Any = getattr(self.inner, "config", None)
+        config: Any = peek(self.inner, "config")
         asked: Any = getattr(config, "quantization_config", None)
         return dict(asked) if isinstance(asked, Mapping) else None if asked is None else dict(vars(asked))
 

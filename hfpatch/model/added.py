@@ -100,7 +100,7 @@ def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str
         if type(module).__module__.startswith(ADAPTERS):
             skip = f"{path}."
             continue
-        relative = path[start:]
+        relative = survey.stock_path(path)[start:]
         if "modules_to_save" in relative:
             relative = without_copy(relative)
         if "_orig_mod" in relative:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfpatch.compat import hooks
 from hfpatch.errors import InputError
 from hfpatch.model.survey import Survey
 
@@ -40,11 +41,11 @@ class Modulation(nn.Module):
         def fill(_module: nn.Module, _args: Any, out: Any) -> torch.Tensor:
             return torch.full_like(out, by)
 
-        hook = self.b_mult.register_forward_hook(fill)
+        handle = hooks.after(self.b_mult, fill)
         try:
             return self(h)
         finally:
-            hook.remove()
+            handle.remove()
 
 
 class Gate(nn.Module):
@@ -100,5 +101,5 @@ def _with_parts(llm: PreTrainedModel, part: type[Modulation] | type[Gate]) -> nn
         torch.manual_seed(0)
         for _, layer in stacks[-1][-1].items:
             layer.add_module("modulation", part(width))
-            layer.register_forward_hook(RunPart())
+            hooks.after(layer, RunPart())
     return llm

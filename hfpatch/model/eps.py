@@ -97,11 +97,15 @@ def norm_kinds(survey: Survey) -> tuple[NormKind, ...]:
     kinds: list[NormKind] = []
     for (path, name, attribute, eps), modules in found.items():
         home = max((p for p in rebuilt if _within(path, starred(p))), key=len, default=None)
-        source, built = (ADDED, None) if home is None else rebuilt[home].trace(path, modules[0])
+        source, built = (ADDED, None) if home is None else rebuilt[home].trace(_stock(survey, modules[0]), modules[0])
         around = survey.around(survey.path(modules[0]))
         expected = () if home is None or around is None else rebuilt[home].keys_of(around[1].config)
         kinds.append(NormKind(path, name, attribute, eps, source, built, len(modules), expected))
     return tuple(kinds)
+
+
+def _stock(survey: Survey, module: nn.Module) -> str:
+    return starred(survey.stock_path(survey.path(module)))
 
 
 def _within(path: str, outer: str) -> bool:

@@ -339,7 +339,8 @@ def hazards(
         dtypes: Those that parameters have.
     """
     for submodel, stack, stream in stacks:
-        patched = any(r.slot == "input dtype" for r in stack.layers[0][1].__dict__.get("_hfpatch", ()))
+        hooks = stack.layers[0][1].__dict__["_forward_pre_hooks"].values()
+        patched = any(type(hook).__name__ == "CastInput" for hook in hooks)  # the hook itself, not a record of one
         if stream == torch.float16 and not patched and find_embedding(submodel.model) is not None:
             yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
     for row in attentions:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.model.survey import CONVOLUTIONS, Survey, starred
+from hfpatch.model.survey import CONVOLUTIONS, Survey, dims, starred
 
 STACKED, LISTED = "stacked parameters", "list of modules"
 
@@ -59,7 +59,7 @@ def experts(survey: Survey) -> tuple[Experts, ...]:
             continue
         if _SHARED.search(path.rpartition(".")[2]):
             continue
-        stacks = {n: p for n, p in module.__dict__["_parameters"].items() if p is not None and p.dim() >= 2}
+        stacks = {n: p for n, p in module.__dict__["_parameters"].items() if p is not None and dims(p) >= 2}
         listed = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
         if not listed and not stacks:
             continue
@@ -108,7 +108,7 @@ def _listed(module: nn.Module, counts: frozenset[int]) -> int | None:
         return None
     alike = len({type(child) for child in children}) == 1
     expert = "expert" in type(module).__name__.lower() or "expert" in type(children[0]).__name__.lower()
-    maps = any(p.dim() > 1 for p in children[0].parameters())
+    maps = any(dims(p) > 1 for p in children[0].parameters())
     return len(children) if alike and maps and (expert or len(children) in counts) and not _is_stack(children) else None
 
 
@@ -122,7 +122,7 @@ def _stacked(module: nn.Module, stacks: dict[str, nn.Parameter], counts: frozens
     if isinstance(module, (CONVOLUTIONS, nn.Linear, nn.Embedding)):
         return None
     named = "expert" in type(module).__name__.lower()
-    deep = [int(p.shape[0]) for p in stacks.values() if p.dim() == 3 and min(p.shape) > 1]
+    deep = [int(p.shape[0]) for p in stacks.values() if dims(p) == 3 and min(p.shape) > 1]
     if found := [n for n in deep if n in counts] or [n for n in deep if named]:
         return min(found)  # some stack experts that pass a token through with those that compute
     if named and not any(True for _ in module.children()):  # dbrx: rows of all experts in one matrix
@@ -154,14 +154,14 @@ def _around(survey: Survey, path: str, outputs: frozenset[int]) -> tuple[str | N
 
 def _routes(module: nn.Module, outputs: frozenset[int]) -> bool:
     """Whether a module ends in a map to one number for each expert."""
-    maps = [p for p in module.parameters() if p.dim() == 2]
+    maps = [p for p in module.parameters() if dims(p) == 2]
     return (
         bool(maps) and bool(outputs.intersection(maps[-1].shape)) and not _SHARED.search(type(module).__name__.lower())
     )
 
 
 def _maps(module: nn.Module) -> bool:
-    return any(p.dim() > 1 for p in module.parameters())
+    return any(dims(p) > 1 for p in module.parameters())
 
 
 def _chosen(survey: Survey, path: str, router: str | None, config: Any) -> int | None:

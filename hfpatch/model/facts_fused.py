@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.model.code import is_self, tree_of
-from hfpatch.model.survey import Survey, starred
+from hfpatch.model.survey import Survey, dims, peek, starred
 
 _SPLITS = frozenset(("chunk", "split", "unbind", "tensor_split", "split_with_sizes"))
 _FACTS = frozenset(("shape", "dtype", "device", "size", "ndim", "numel", "dim", "stride"))
@@ -59,13 +59,15 @@ def _matrices(module: nn.Module) -> frozenset[str]:
     own = module.__dict__
     maps = (name for name, child in own["_modules"].items() if child is not None and _is_map(child))
     return frozenset(
-        (*maps, *(n for n, p in own["_parameters"].items() if p is not None and p.dim() > 1 and n != "weight"))
+        (*maps, *(n for n, p in own["_parameters"].items() if p is not None and dims(p) > 1 and n != "weight"))
     )
 
 
 def _is_map(module: nn.Module) -> bool:
     name = type(module).__name__
-    return isinstance(module, nn.Linear) or "Linear" in name or name == "Conv1D" or hasattr(module, "base_layer")
+    return (
+        isinstance(module, nn.Linear) or "Linear" in name or name == "Conv1D" or peek(module, "base_layer") is not None
+    )
 
 
 @cache

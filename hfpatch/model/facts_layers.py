@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hfpatch.model.attention import eager_function
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import ADAPTERS, CONVOLUTIONS, Survey, starred
+from hfpatch.model.survey import ADAPTERS, CONVOLUTIONS, Survey, dims, starred
 
 TEXT, VISION, AUDIO, OTHER = "text", "vision", "audio", "other"
 
@@ -103,18 +103,26 @@ class _Layers:
         self.held: dict[int, _Held] = {}
         self._sum(survey.root)
 
-    def _sum(self, module: nn.Module) -> _Held:
-        if id(module) not in self.held:  # one module may have several places
-            self.held[id(module)] = self._own_and_below(module)
-        return self.held[id(module)]
+    def _sum(self, root: nn.Module) -> None:
+        """Without recursion: a model may be deeper than Python's stack, and hold itself."""
+        pending, opened = [root], set[int]()
+        while pending:
+            module = pending[-1]
+            if id(module) in opened:
+                pending.pop()
+                if id(module) not in self.held:  # one module may have several places
+                    self.held[id(module)] = self._own_and_below(module)
+                continue
+            opened.add(id(module))
+            pending.extend(c for c in module.__dict__["_modules"].values() if c is not None and id(c) not in opened)
 
     def _own_and_below(self, module: nn.Module) -> _Held:
         own, children = module.__dict__["_parameters"], module.__dict__["_modules"].values()
-        below = [self._sum(child) for child in children if child is not None]
+        below = [self.held[id(c)] for c in children if c is not None and id(c) in self.held]
         return _Held(
             norm=any(h.norm for h in below) or is_norm(module) or "Norm" in type(module).__name__,
             matrices=sum(h.matrices for h in below)
-            + sum(p is not None and p.dim() > 1 and p.numel() > max(p.shape) for p in own.values()),
+            + sum(p is not None and dims(p) > 1 and p.numel() > max(p.shape) for p in own.values()),
             states=_STATES.intersection(own).union(*(h.states for h in below if h.states)),
         )
 
@@ -185,14 +193,16 @@ class _Layers:
             found = [(kind, type(_peeled(layer)).__name__)]
         return tuple(dict.fromkeys(found))
 
-    def _below(self, layer: nn.Module) -> list[tuple[str, str]]:
+    def _below(self, layer: nn.Module, met: set[int] | None = None) -> list[tuple[str, str]]:
+        met = set() if met is None else met  # a model may hold itself
         found: list[tuple[str, str]] = []
         for child in layer.children():
-            if not self.held[id(child)].matrices:
+            if not self.held[id(child)].matrices or id(child) in met:
                 continue
+            met.add(id(child))
             kind = self.kind(child)
             if kind is None:
-                found.extend(self._below(child))
+                found.extend(self._below(child, met))
             else:
                 found.append((kind, type(_peeled(child)).__name__))
         return found

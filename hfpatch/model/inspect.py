@@ -19,7 +19,7 @@ from hfpatch.model.facts_fused import Fused, fused
 from hfpatch.model.facts_layers import LayerList, layer_lists
 from hfpatch.model.roles import stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Submodel, Survey, elements
 from hfpatch.report import Sheet
 
 
@@ -179,7 +179,7 @@ def _count(root: nn.Module) -> tuple[int, dict[torch.dtype, int], int, bool]:
     dtypes: dict[torch.dtype, int] = {}
     trainable, real, some = 0, False, False
     for parameter in root.parameters():
-        size, some = parameter.numel(), True
+        size, some = elements(parameter), True
         dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + size
         trainable += size if parameter.requires_grad else 0
         real = real or not parameter.is_meta
@@ -187,7 +187,7 @@ def _count(root: nn.Module) -> tuple[int, dict[torch.dtype, int], int, bool]:
 
 
 def _submodel(submodel: Submodel, known: int | None) -> SubmodelInfo:
-    size = sum(p.numel() for p in submodel.model.parameters()) if known is None else known
+    size = sum(elements(p) for p in submodel.model.parameters()) if known is None else known
     return SubmodelInfo(submodel.path, submodel.architecture, type(submodel.model).__name__, size)
 
 

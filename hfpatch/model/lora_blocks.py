@@ -18,7 +18,7 @@ from hfpatch.model.embed import find_embedding, resolve
 from hfpatch.model.lora_linear import features
 from hfpatch.model.lora_places import ancestors, frame_of, own_parameters, places
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import Submodel, Survey, inside
+from hfpatch.model.survey import Submodel, Survey, dims, inside
 
 BRIDGE = re.compile(r"q_?former|resampler|perceiver|projector|connector|abstractor|merger")
 AUDIO = re.compile(r"audio|speech|input_features|input_values")
@@ -240,7 +240,7 @@ class Layout:
                 yield path, self.sizes[path][1]
             else:
                 own = own_parameters(self.places[path].module)
-                yield from ((path, int(p.shape[0])) for p in own.values() if p.dim() == 2)
+                yield from ((path, int(p.shape[0])) for p in own.values() if dims(p) == 2)
 
 
 def _with_ancestors(paths: Iterable[str]) -> set[str]:

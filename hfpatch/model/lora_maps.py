@@ -19,7 +19,7 @@ from hfpatch.model.lora_linear import multiplies, refusal
 from hfpatch.model.lora_moe import experts_of, is_shared, only_picks, routers_of
 from hfpatch.model.lora_places import Place, own_parameters, without_adapter
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import CONVOLUTIONS
+from hfpatch.model.survey import CONVOLUTIONS, dims
 
 SCOPES = ("language", "vision", "audio", "projector", "all")
 
@@ -78,7 +78,7 @@ class Reading(Layout):
             size = self.sizes[path]
             yield Matrix(path, kind, size[0] * size[1], block, refusal=self._refusal(place))
             return
-        own = {name: p for name, p in own_parameters(place.module).items() if p.dim() > 1 and "bias" not in name}
+        own = {name: p for name, p in own_parameters(place.module).items() if dims(p) > 1 and "bias" not in name}
         if not own or is_norm(place.module) or isinstance(place.module, (nn.Embedding, CONVOLUTIONS)):
             return
         for name, parameter in own.items():

@@ -11,7 +11,7 @@ from torch import nn
 from hfpatch.model.lora_blocks import Layout
 from hfpatch.model.lora_linear import source
 from hfpatch.model.lora_places import ancestors, own_parameters
-from hfpatch.model.survey import CONVOLUTIONS
+from hfpatch.model.survey import CONVOLUTIONS, dims
 
 
 def experts_of(layout: Layout) -> dict[str, int]:
@@ -26,7 +26,7 @@ def experts_of(layout: Layout) -> dict[str, int]:
             continue
         if path in layout.sizes or isinstance(module, (CONVOLUTIONS, nn.Embedding)):
             continue
-        shapes = [tuple(p.shape) for p in own_parameters(module).values() if p.dim() > 1]
+        shapes = [tuple(p.shape) for p in own_parameters(module).values() if dims(p) > 1]
         if not shapes or is_shared(layout, path):
             continue
         named = "expert" in type(module).__name__.lower()
@@ -46,7 +46,7 @@ def is_shared(layout: Layout, path: str) -> bool:
     name = path.rpartition(".")[2]
     if "shared" not in name or "expert" not in name:
         return False
-    return any(p.dim() == 3 for p in own_parameters(layout.places[path].module).values())
+    return any(dims(p) == 3 for p in own_parameters(layout.places[path].module).values())
 
 
 def _counts(layout: Layout, path: str) -> frozenset[int]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat import hooks
+
 
 @dataclass(frozen=True)
 class Run:
@@ -52,7 +54,7 @@ def run_on_noise(module: nn.Module, outer: float) -> Run:
                 tried = copy.deepcopy(module).cpu().float().eval()
                 for name, layer in tried.named_modules():
                     if isinstance(layer, nn.Linear):
-                        layer.register_forward_hook(watch(name))
+                        hooks.after(layer, watch(name))
                 out = tried(torch.randn(1, 256, size, generator=torch.Generator().manual_seed(0)) * outer)
             except Exception:  # noqa: BLE001, S112 - somebody else's forward, and it may raise anything
                 continue

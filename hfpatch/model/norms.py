@@ -8,6 +8,8 @@ import math
 import torch
 from torch import nn
 
+from hfpatch.model.survey import dims
+
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 """Attribute names of eps, by how often transformers' models use them."""
 
@@ -24,7 +26,7 @@ def is_norm(module: nn.Module) -> bool:
         return False
     if next(module.children(), None) is not None:
         return False
-    return all(p.dim() <= 1 for p in module.parameters(recurse=False))
+    return all(dims(p) <= 1 for p in module.parameters(recurse=False))
 
 
 def acts_as_norm(module: nn.Module) -> bool:

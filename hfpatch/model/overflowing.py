@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat import hooks
 from hfpatch.errors import InputError
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack
@@ -144,7 +145,7 @@ def _peaks(model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any
 
 @contextmanager
 def _hooked(modules: Iterable[nn.Module], see: Any) -> Generator[None]:
-    handles = [m.register_forward_hook(lambda module, _args, out: see(module, out)) for m in set(modules)]
+    handles = [hooks.after(m, lambda module, _args, out: see(module, out)) for m in set(modules)]
     try:
         yield
     finally:

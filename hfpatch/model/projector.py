@@ -180,7 +180,9 @@ def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
                 f"the weight of {path} is computed from others, not held: re-draw it before that is set up"
             )
         if weight.is_meta:
-            raise RefusedError(f"the weights of {path} are not loaded: plan again when they are")
+            raise RefusedError(
+                f"the weights of {path} are not loaded, or offloaded (on meta): plan again when they are in memory"
+            )
         if hasattr(weight, "device_mesh"):
             raise RefusedError(f"the weight of {path} is sharded: re-draw it before the model is")
         if not weight.is_floating_point():

@@ -2,13 +2,14 @@
 
 The residual stream runs through the items of one `ModuleList`. Of an item's children, the norms work on
 the stream and everything else with weights is a branch; the norm beside the list ends the stream. An encoder and a
-decoder have a stream each.
+decoder have a stream each. Where a user's module holds an item and adds something of its own, the layer inside is the
+layer, and the rest stands around it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from hfpatch.model.code import is_self, tree_of
 from hfpatch.model.norms import acts_as_norm
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, elements, inside, is_stock
 
 Place = tuple[str, nn.Module]
 
@@ -35,6 +36,16 @@ class Stack:
     """Those of the layer norms that a branch's output goes through before it joins the stream."""
     branches: tuple[Place, ...]
     final_norm: Place | None
+    wrappers: tuple[tuple[Place, Place], ...] = ()
+    """Items that are a user's own module around a layer, each with the layer in it."""
+
+    def around(self) -> Iterator[Place]:
+        """Modules with weights of their own that a user's wrappers hold beside the layers."""
+        for (path, wrapper), (layer, _) in self.wrappers:
+            for name, module in wrapper.named_modules():
+                place = f"{path}.{name}"
+                if name and not inside(place, layer) and next(module.parameters(recurse=False), None) is not None:
+                    yield place, module
 
 
 def stacks(survey: Survey, submodel: Submodel) -> tuple[Stack, ...]:
@@ -64,7 +75,9 @@ def _stack(survey: Survey, list_path: str, items: list[Place]) -> Stack:
         if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
-    return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final)
+    found = ((peeled(*item), looked_through(*item) or item) for item in items)
+    wrappers = tuple((item, layer) for item, layer in found if layer[1] is not item[1] and inside(layer[0], item[0]))
+    return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final, wrappers)
 
 
 @cache
@@ -148,10 +161,68 @@ def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Pla
     return found if len(depths) > 1 else found[:1]
 
 
+def unread(survey: Survey, submodel: Submodel) -> str:
+    """Why the list of a submodel's layers cannot be read: the item that hides one; empty where no list has any."""
+    for path, module in survey.own(submodel):
+        if not isinstance(module, nn.ModuleList) or any(n.isdigit() for n in path[len(submodel.path) :].split(".")):
+            continue
+        items = [(f"{path}.{name}", item) for name, item in module.named_children()]
+        read = [bool(_blocks(*item)) for item in items]
+        for (place, item), found in zip(items, read, strict=True):
+            held = len({id(layer) for _, layer in _layers_inside(place, item)})
+            if not found and (held or any(read)):
+                several = f"holds {held} decoder layers, and which of them it runs cannot be told"
+                return f"{place} is a {type(item).__name__}, which {several if held else 'holds no decoder layer'}"
+    return ""
+
+
+def looked_through(path: str, item: nn.Module) -> Place | None:
+    """The layer that an item of a list is, or that a user's module around it holds; None where that holds several."""
+    _, module = peeled(path, item)
+    if _forward_is_stock(module) or _is_tool(module):
+        return path, item
+    held = {id(layer): (place, layer) for place, layer in reversed(list(_layers_inside(path, item)))}
+    if len(held) > 1:
+        return None
+    return next(iter(held.values()), (path, item))
+
+
+def _layers_inside(path: str, module: nn.Module) -> Iterator[Place]:
+    """The outermost layers of transformers' own code in a module; an attention with norms of its own is no layer."""
+    path, module = peeled(path, module)
+    for name, child in module.named_children():
+        place = (f"{path}.{name}", child)
+        if _forward_is_stock(peeled(*place)[1]) and _parts(*place) and not _is_attention(peeled(*place)[1]):
+            yield place
+        else:
+            yield from _layers_inside(*place)
+
+
+def _forward_is_stock(module: nn.Module) -> bool:
+    """True if a module's class has a forward that transformers wrote, overridden or not."""
+    return any(is_stock(cls) and "forward" in cls.__dict__ for cls in type(module).__mro__)
+
+
+def _is_tool(module: nn.Module) -> bool:
+    """True if a tool package wrote a module's class; FSDP2's, made of another class, count as that one."""
+    made = next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
+    return f"{made.__module__}.".startswith(TOOL_PACKAGES)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower() and not type(module).__name__.endswith(("Layer", "Block"))
+
+
 def _blocks(path: str, item: nn.Module) -> list[Place]:
-    """An item of a list if it is a block; else its parts, if they are blocks, as T5's are; else none."""
+    """An item of a list if it is a block, or holds one; else its parts, if they are blocks, as T5's are; else none."""
+    layer = looked_through(path, item)
+    return [] if layer is None else _parts(*layer)
+
+
+def _parts(path: str, item: nn.Module) -> list[Place]:
     if is_block(item):
         return [(path, item)]
+    path, item = peeled(path, item)
     parts = [(f"{path}.{name}", part) for name, part in item.named_children()]
     if len(parts) == 1 and isinstance(parts[0][1], nn.ModuleList):
         parts = [(f"{parts[0][0]}.{name}", part) for name, part in parts[0][1].named_children()]
@@ -204,5 +275,5 @@ def weights_dtype(module: nn.Module) -> torch.dtype | None:
     counts: dict[torch.dtype, int] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + elements(parameter)
     return max(counts, key=lambda d: counts[d]) if counts else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
-from hfpatch.errors import NotAModelError
+from hfpatch.errors import InputError, NotAModelError
 
 if TYPE_CHECKING:
     from hfpatch.model.attention import Attention
@@ -27,6 +31,10 @@ CONVOLUTIONS = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
 
 TOOL_PACKAGES = (*ADAPTERS, "torch.", "transformers.integrations.", "transformers.quantizers.")
 """Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
+
+
+SHALLOW, MARGIN = 100, 120
+"""Levels of modules within which nobody has to count, and calls that are kept free for what walks over them."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,19 @@ class Survey:
         from hfpatch.model.roles import stacks
 
         return {s.path: found for s in self.submodels if (found := stacks(self, s))}
+
+    @cached_property
+    def homes(self) -> dict[str, str]:
+        """Paths of layers that a user's modules hold, each with the path that the layer has in the stock model."""
+        every = (pair for stacks in self.stacks.values() for stack in stacks for pair in stack.wrappers)
+        return {layer: item for (item, _), (layer, _) in every}
+
+    def stock_path(self, path: str) -> str:
+        """A path as it is without the users' modules around layers."""
+        outer = path
+        while outer and outer not in self.homes:
+            outer = outer.rpartition(".")[0]
+        return f"{self.homes[outer]}{path[len(outer) :]}" if outer else path
 
     @cached_property
     def attentions(self) -> dict[str, list[Attention]]:
@@ -158,16 +179,75 @@ def root_module(given: object) -> nn.Module:
     """The module in what the caller passed.
 
     Raises:
-        NotAModelError: There is none.
+        NotAModelError: There is none, or it is not made yet.
+        InputError: It is deeper than Python's stack.
     """
     if isinstance(given, nn.Module):
-        return given
-    inner = getattr(given, "model", None)
+        return _walkable(given)
+    try:
+        inner: Any = getattr(given, "model", None)
+    except Exception as error:  # somebody else's property, and it may raise anything
+        raise NotAModelError(
+            f"want a torch module, or an object whose .model is one (a Trainer); {type(given).__name__}.model raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if isinstance(inner, nn.Module):
-        return inner
+        return _walkable(inner)
     raise NotAModelError(
         f"want a torch module, or an object whose .model is one (a Trainer); got {type(given).__name__}"
     )
+
+
+def _walkable(root: nn.Module) -> nn.Module:
+    """The module itself, if torch can walk over what it holds, which it does by recursion."""
+    deepest, where = 0, ""
+    pending, met = [("", root, 1)], set[int]()
+    while pending:
+        path, module, depth = pending.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
+        if depth > deepest:
+            deepest, where = depth, path
+        children = module.__dict__.get("_modules")
+        if children is None:
+            place = f"{type(module).__name__}{f' at {path!r}' if path else ''}"
+            raise NotAModelError(f"{place} is no module yet: its __init__ did not call super().__init__()")
+        named = [(f"{path}.{n}" if path else n, c, depth + 1) for n, c in children.items() if c is not None]
+        pending.extend(reversed(named))
+    if deepest > SHALLOW and deepest + MARGIN > (room := _room()):
+        raise InputError(
+            f"{type(root).__name__} holds modules {deepest:,} deep ({where[:24]}...), and Python's stack has room for "
+            f"{max(room - MARGIN, 0):,} here: torch walks over modules by recursion; "
+            f"sys.setrecursionlimit({sys.getrecursionlimit() + 2 * deepest}) makes room"
+        )
+    return root
+
+
+def _room() -> int:
+    """Calls that Python's stack can still take."""
+    used, frame = 0, inspect.currentframe()
+    while frame is not None:
+        used, frame = used + 1, frame.f_back
+    return sys.getrecursionlimit() - used
+
+
+def peek(module: nn.Module, name: str) -> Any:
+    """An attribute of a module; None where there is none, or where asking for it raises."""
+    try:
+        return getattr(module, name, None)
+    except Exception:  # noqa: BLE001 - somebody else's property or __getattr__, and it may raise anything
+        return None
+
+
+def dims(tensor: torch.Tensor) -> int:
+    """How many dimensions a tensor has; 0 where a lazy module has not made it yet."""
+    return 0 if is_lazy(tensor) else tensor.dim()
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """How many values a tensor holds; 0 where a lazy module has not made it yet."""
+    return 0 if is_lazy(tensor) else tensor.numel()
 
 
 def is_stock(cls: type) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat import hooks
 from hfpatch.errors import InputError, NoEmbeddingError
 from hfpatch.model.embed import resolve
 from hfpatch.model.survey import Survey
@@ -203,7 +204,7 @@ class ModulationAdapter(nn.Module):
         for (_, layer), adapter in zip(places, made, strict=True):
             adapter.train(layer.training)
             layer.add_module(CHILD, adapter)
-            layer.register_forward_hook(RunChild(CHILD))
+            hooks.after(layer, RunChild(CHILD))
         return Attached(tuple(path for path, _ in places), tuple(made))
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from hfpatch.model.lora_expand import wrapped
 from hfpatch.model.survey import Survey
-from hfpatch.patching.edits import records_of
-from hfpatch.patching.kind import ABSENT, Kind, Record
+from hfpatch.patching.kind import Kind
+from hfpatch.patching.records import ABSENT, HERE, Record, State, records_of
 
 PER_ADAPTER = (
     "r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias", "lora_variant", "lora_dropout", "lora_A",
@@ -163,25 +163,40 @@ class AdapterTargets(Kind):
         bare: set[str] = set()
         for path, place in before.places.items():
             layer = place.layer
-            if not is_layer(layer):
-                continue
-            _unmerge(layer, place.gains)
-            for adapter in place.gains:
-                _pop(layer, adapter)
-            if place.opens:
-                layer.get_base_layer().bias.requires_grad_(False)
-            if place.bare and not _carried(layer):
-                place.parent._modules[place.name] = place.there
+            if is_layer(layer):
+                _unmerge(layer, place.gains)
+                for adapter in place.gains:
+                    _pop(layer, adapter)
+                if place.opens:
+                    layer.get_base_layer().bias.requires_grad_(False)
+                if place.bare and not _carried(layer):
+                    place.parent._modules[place.name] = place.there
+                elif place.bare:
+                    _hand_over(module, path, place)
+            if place.bare and place.layer is place.there:
                 bare.add(path)
-            elif place.bare:
-                _hand_over(module, path, place)
+            if record.phase == "writing":
+                _as_before(place)
         for part, names in zip(record.after.parts, before.names, strict=True):
             if part.adapter in _configs(module):
                 _configs(module)[part.adapter].target_modules = names
         noted = _noted(module)
         noted[:] = [path for path in noted if path not in bare]
 
-    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        for part in record.after.parts:
+            whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
+            config = _configs(module).get(part.adapter)
+            if config is None:
+                return State("gone", f"deleted{whose}")
+            without = [p for p in part.modules if part.adapter not in _adapted(record.before.places[p].layer)]
+            if without:
+                return State("gone", f"without {len(without)} of its layers, first {without[0]}{whose}")
+            if isinstance(config.target_modules, str) or set(config.target_modules) != set(part.names):
+                return State("changed", f"at other target_modules{whose}: {_shown(config.target_modules)}")
+        return HERE
+
+    def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
         if (outside := wrapped(Survey(root))) is not None:
             path, kind = outside
             return (
@@ -189,19 +204,10 @@ class AdapterTargets(Kind):
                 f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
             )
         for part in record.after.parts:
-            config, whose = (
-                _configs(module).get(part.adapter),
-                f" ({part.adapter})" if len(record.after.parts) > 1 else "",
-            )
-            if config is None:
-                return f"deleted{whose}"
-            if isinstance(config.target_modules, str) or set(config.target_modules) != set(part.names):
-                return f"at other target_modules{whose}: {_shown(config.target_modules)}"
+            whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
             for path in part.modules:
                 layer = record.before.places[path].layer
-                if part.adapter not in getattr(layer, "lora_A", ()):
-                    return f"without its layer at {path}{whose}"
-                if part.adapter in layer.merged_adapters:
+                if part.adapter in getattr(layer, "merged_adapters", ()):
                     return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
         return None
 
@@ -210,28 +216,27 @@ class AdapterTargets(Kind):
             (part.adapter, layer)
             for part in record.after.parts
             for path in part.modules
-            if part.adapter in getattr(layer := record.before.places[path].layer, "lora_A", ())
+            if part.adapter in _adapted(layer := record.before.places[path].layer)
         ]
         trained = sum(_trained(layer, adapter) for adapter, layer in layers)
         return f"the {trained} layers that were trained since are gone with it" if trained else None
 
-    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
+    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""
-        held: list[Any] = []
         for place in record.before.places.values():
             layer = place.layer
             if not is_layer(layer):
                 continue
             merged, weights = list(layer.merged_adapters), []
-            if not set(merged).isdisjoint(place.gains):
-                base = layer.get_base_layer()
-                weights = [(p, p.detach().clone()) for p in base.parameters(recurse=False)]
-                _unmerge(layer, place.gains)
+            unmerges = not set(merged).isdisjoint(place.gains)
+            if unmerges:
+                weights = [(p, p.detach().clone()) for p in layer.get_base_layer().parameters(recurse=False)]
             held.append((layer, layer.__dict__["_active_adapter"], merged, weights))
+            if unmerges:
+                _unmerge(layer, place.gains)
             layer.__dict__["_active_adapter"] = [name for name in layer.active_adapters if name not in place.gains]
-        return held
 
-    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         for layer, active, merged, weights in held:
             layer.__dict__["_active_adapter"] = active
             layer.merged_adapters[:] = merged
@@ -291,6 +296,14 @@ def _keep(place: Place) -> None:
         place.there.__dict__["_active_adapter"] = place.active
 
 
+def _as_before(place: Place) -> None:
+    """Put back the flags of what was there, and its active adapters, after a write that did not come to its end."""
+    for parameter, flag in zip(place.there.parameters(), place.flags, strict=True):
+        parameter.requires_grad_(flag)
+    if not place.bare:
+        place.there.__dict__["_active_adapter"] = place.active
+
+
 def is_layer(module: Any) -> bool:
     """Whether a module is a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
     return isinstance(module, nn.Module) and "lora_A" in module._modules
@@ -299,6 +312,11 @@ def is_layer(module: Any) -> bool:
 def _carried(layer: Any) -> set[str]:
     """The adapters in a layer."""
     return set(layer.lora_A) | set(layer.lora_embedding_A)
+
+
+def _adapted(layer: Any) -> Any:
+    """The adapters with a linear map in a layer; none in a bare map, or where nothing is any more."""
+    return getattr(layer, "lora_A", ())
 
 
 def _trained(layer: Any, adapter: str) -> bool:

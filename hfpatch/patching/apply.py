@@ -1,24 +1,25 @@
-"""Plan -> undo log, all or nothing; and the way back, for whoever holds the handle and whoever lost it."""
+"""Plan -> edits with their records, all or nothing; and the handle that takes them back."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch.errors import ApplyError, RevertError
-from hfpatch.model.survey import Survey, root_module
-from hfpatch.patching import registry
-from hfpatch.patching.arguments import Names, ids, names
-from hfpatch.patching.edits import Edit, do, forget, kind_of, records_of, show, undo
-from hfpatch.patching.guards import compiled_already
-from hfpatch.patching.kind import Record
-from hfpatch.patching.language import UNASKED
-from hfpatch.patching.plan import Decision, Plan, plan, sheet
+from hfpatch.errors import ApplyError, RefusedError
+from hfpatch.model.survey import root_module
+from hfpatch.patching.announce import announcement
+from hfpatch.patching.arguments import Names, names
+from hfpatch.patching.decision import Decision, Plan, sheet
+from hfpatch.patching.edits import Edit, do, kind_of, undo
+from hfpatch.patching.plan import plan
+from hfpatch.patching.records import Record, logged, show
+from hfpatch.patching.status import Status, status_of
+from hfpatch.patching.undo import one_at_a_time, undo_all
 from hfpatch.report import Sheet, say
 
 if TYPE_CHECKING:
@@ -52,19 +53,24 @@ class Applied:
         return tuple(p for m, r in self.log() for p in kind_of(r.kind).added(self.model, m, r))
 
     def log(self) -> list[tuple[nn.Module, Record]]:
-        """What of it the model carries now: each edited module with its undo-log entry, oldest first."""
-        return [(module, record) for _, module, record in _log(self.model, self.id)]
+        """Return the records of it that the model carries: each edited module with its record, in the model's order."""
+        return [(module, record) for _, module, record in logged(self.model, self.id)]
+
+    def status(self) -> Status:
+        """Return what has become of this application's edits, by a look at the model."""
+        return status_of(self.model, self.id, compare=False)
 
     def revert(self) -> None:
         """Put back everything this application changed; a second call finds nothing to do.
 
-        Tensors that a patch drew and that were trained since stay as they are, which is said; layers that a patch
-        added go, trained or not, which is said too.
+        What somebody else set since stays as it is, and so do tensors that a patch drew and that were trained since;
+        layers that a patch added go, trained or not. Each of these is said on stderr.
 
         Raises:
-            RevertError: The model was compiled and called meanwhile, or something else was changed on top.
+            RevertError: Some edits could not be undone (a compiled model was called meanwhile); all others were.
         """
-        _undo_all(self.model, _log(self.model, self.id))
+        with one_at_a_time():
+            undo_all(self.model, logged(self.model, self.id))
 
     def verify(self, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
         """Run this model on this batch, before and after, against float32 with the same weights.
@@ -89,8 +95,9 @@ class Applied:
 
     def sheet(self) -> Sheet:
         """As a table."""
-        state = "Applied to" if self.log() or not self.edits else "Reverted on"
-        return sheet(f"{state} {self.plan.model}", self.plan.decisions, self.plan.unknown)
+        status = self.status()
+        state = "Applied to" if status.edits or not self.edits else "Reverted on"
+        return sheet(f"{state} {self.plan.model}", self.plan, lapsed=status.lapsed_lines() if status.edits else ())
 
     def __str__(self) -> str:
         return self.sheet().to_text()
@@ -105,56 +112,6 @@ class Applied:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.revert()
-
-
-@dataclass(frozen=True)
-class Status:
-    """The patches a model carries now, from the records on its modules. False where there are none."""
-
-    model: str
-    records: tuple[tuple[str, Record], ...]
-
-    @property
-    def patches(self) -> tuple[str, ...]:
-        """Ids of the patches applied."""
-        return tuple(dict.fromkeys(r.patch for _, r in self.records))
-
-    def __bool__(self) -> bool:
-        return bool(self.records)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "model": self.model,
-            "patches": list(self.patches),
-            "edits": [
-                {
-                    "path": p,
-                    "patch": r.patch,
-                    "slot": r.slot,
-                    "before": show(r.before),
-                    "after": show(r.after),
-                }
-                for p, r in self.records
-            ],
-        }
-
-    def sheet(self) -> Sheet:
-        """As a table."""
-        rows = tuple(
-            (patch, str(sum(r.patch == patch for _, r in self.records)), self._where(patch)) for patch in self.patches
-        )
-        notes = () if rows else ("no patch of hfpatch is applied",)
-        return Sheet(f"Status of {self.model}", ("patch", "edits", "first at"), rows, notes, wide=("first at",))
-
-    def _where(self, patch: str) -> str:
-        return next(p or "the model itself" for p, r in self.records if r.patch == patch)
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 def apply(
@@ -191,19 +148,33 @@ def apply(
         ApplyError: An edit failed; those before it were undone.
         HfpatchError: As `hfpatch.plan`; nothing was changed.
     """
-    made = plan(
-        model,
-        only=only,
-        include=include,
-        exclude=exclude,
-        added_modules=added_modules,
-        compute_dtype=compute_dtype,
-        options=options,
-    )
-    applied = carry_out(root_module(model), made)
+    with one_at_a_time():
+        made = plan(
+            model,
+            only=only,
+            include=include,
+            exclude=exclude,
+            added_modules=added_modules,
+            compute_dtype=compute_dtype,
+            options=options,
+        )
+        check_asked(made, only)
+        applied = carry_out(root_module(model), made)
     if verbose:
-        say(announcement(applied))
+        say(announcement(applied.plan))
     return applied
+
+
+def check_asked(made: Plan, only: Names) -> None:
+    """Raise if a patch that was named by its id is refused; one that only a glob names may be.
+
+    Raises:
+        RefusedError: With the reason.
+    """
+    for patch_id in names(only):
+        mine = [d for d in made.decisions if d.patch == patch_id]
+        if mine and all(d.decided == "refused" for d in mine):
+            raise RefusedError(f"{patch_id} was asked for and is refused: {'; '.join(d.reason for d in mine)}")
 
 
 def carry_out(model: nn.Module, made: Plan) -> Applied:
@@ -214,7 +185,7 @@ def carry_out(model: nn.Module, made: Plan) -> Applied:
             for edit in decision.edits:
                 _do(model, edit, application, decision)
     except BaseException:
-        for _, module, record in reversed(_log(model, application)):
+        for _, module, record in reversed(logged(model, application)):
             undo(model, module, record)
         raise
     return Applied(model, made, application)
@@ -226,119 +197,5 @@ def _do(model: nn.Module, edit: Edit, application: str, decision: Decision) -> N
     except Exception as error:
         raise ApplyError(
             f"{decision.patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
-            f"({type(error).__name__}: {error}); everything was put back"
+            f"({type(error).__name__}: {error}); nothing of it is applied"
         ) from error
-
-
-def announcement(applied: Applied) -> list[str]:
-    """Two to four lines: what was applied where and with which effect, and what else there is."""
-    by_patch: dict[str, list[Decision]] = {}
-    for d in applied.plan.of("applied"):
-        by_patch.setdefault(d.patch, []).append(d)
-    done = [
-        f"hfpatch: {patch} applied ({', '.join(sorted({str(d.effect) for d in ds}))}): "
-        f"{_counted(sum(len(d.edits) for d in ds))} in {_places(ds)}; {ds[0].reason}"
-        for patch, ds in by_patch.items()
-    ]
-    lines = done[:3]
-    if len(done) > 3:
-        lines[2] = f"hfpatch: and {len(done) - 2} more: {', '.join(list(by_patch)[2:])}"
-    if not done:
-        before = [d.patch for d in applied.plan.decisions if d.already]
-        lines.append(f"hfpatch: nothing to apply{f'; already applied: {_listed(before)}' if before else ''}")
-    opt_in = [d for d in applied.plan.of("opt-in") if d.suggested]
-    refused = [d for d in applied.plan.of("refused") if registry.get(d.patch).patch.effect in UNASKED]
-    if opt_in:
-        lines.append(f"hfpatch: opt-in, not run unasked: {_listed(d.patch for d in opt_in)} ({opt_in[0].hint})")
-    elif refused and not done:
-        lines.append(f"hfpatch: refused: {refused[0].patch}: {refused[0].reason}")
-    if len(lines) < 2:
-        lines.append("hfpatch: print(handle) shows the plan; .verify(batch) proves it; .revert() undoes it")
-    return lines
-
-
-def status(model: object) -> Status:
-    """Which patches a model carries now; also on a deepcopy or an unpickled model.
-
-    Raises:
-        NotAModelError: `model` holds no torch module.
-    """
-    root = root_module(model)
-    found = tuple((path, record) for path, m in root.named_modules() for record in records_of(m))
-    return Status(type(root).__name__, found)
-
-
-def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
-    """Undo what hfpatch did to a model, for whoever lost the handle; also on a deepcopy.
-
-    Args:
-        model: As for `hfpatch.apply`.
-        only: Ids or globs of the patches to undo. What was set on top of a patch since is an obstacle, and a tensor
-            trained since stays as it is, unless the patch is named here by its id: then that is thrown away.
-        exclude: Ids or globs of the patches to keep.
-
-    Raises:
-        NotAModelError: `model` holds no torch module.
-        UnknownPatchError: A name that matches no patch.
-        RevertError: The model was compiled and called meanwhile, or something else was changed on top.
-    """
-    root = root_module(model)
-    wanted = None if only is None else ids(only)
-    kept = ids(exclude)
-    log = [
-        entry
-        for entry in _log(root, None)
-        if (wanted is None or entry[2].patch in wanted) and entry[2].patch not in kept
-    ]
-    _undo_all(root, log, named=set(names(only)))
-
-
-def _log(model: nn.Module, application: str | None) -> list[tuple[str, nn.Module, Record]]:
-    return [
-        (path, module, record)
-        for path, module in model.named_modules()
-        for record in records_of(module)
-        if application is None or record.application == application
-    ]
-
-
-def _undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
-    unseen = next((text for _, _, r in log if (text := kind_of(r.kind).unseen)), "")
-    if unseen and (reason := compiled_already(Survey(model))):
-        raise RevertError(f"cannot be undone now: {reason}")
-    trained: set[tuple[int, str]] = set()
-    for path, module, r in log:
-        kind = kind_of(r.kind)
-        now = kind.changed(model, module, r)
-        if now is None or r.patch in named:
-            continue
-        if not kind.trains:
-            raise RevertError(
-                f"changed since, so not put back: {path or 'the model'}: {r.slot} is {now}, hfpatch had set it to "
-                f"{show(r.after)}. hfpatch.revert(model, exclude={r.patch!r}) leaves it as it is and undoes the rest, "
-                f"hfpatch.revert(model, only={r.patch!r}) puts it back to what it was before the patch"
-            )
-        trained.add((id(module), r.patch))
-    lines: dict[str, None] = {}
-    for path, module, r in reversed(log):
-        if (id(module), r.patch) in trained:
-            lines[f"hfpatch: {r.patch}: {path or 'the model'} was trained since and stays as it is"] = None
-            forget(module, r)
-            continue
-        lost = kind_of(r.kind).lost(model, module, r)
-        undo(model, module, r)
-        if lost is not None:
-            lines[f"hfpatch: {r.patch} reverted: {lost}"] = None
-    say(list(lines))
-
-
-def _counted(edits: int) -> str:
-    return f"{edits} edit" if edits == 1 else f"{edits} edits"
-
-
-def _places(decisions: Iterable[Decision]) -> str:
-    return ", ".join(dict.fromkeys(d.submodel or "the model" for d in decisions))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(names))

@@ -25,7 +25,8 @@ from hfpatch.numerics.attention import (
     sdpa_without_cudnn,
 )
 from hfpatch.patching.edits import FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN
-from hfpatch.patching.kind import Kind, Record
+from hfpatch.patching.kind import Kind
+from hfpatch.patching.records import HERE, Record, State
 
 # When this module is imported and not when a patch is applied: a model that was pickled with its choice
 # names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
@@ -35,6 +36,10 @@ AttentionInterface.register(FP32_LOGITS_MASKED, fp32_logits_attention_masked)
 AttentionMaskInterface.register(FP32_LOGITS_MASKED, eager_mask)
 AttentionInterface.register(WITHOUT_CUDNN, sdpa_without_cudnn)
 AttentionMaskInterface.register(WITHOUT_CUDNN, sdpa_mask)
+
+
+WRITTEN_BY_A_SAVE = ("architectures", "dtype", "transformers_version")
+"""What `save_pretrained` writes into the config of the model it saves; no change of the user's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +82,15 @@ class AttentionChoice(Kind):
                 "transformers' AttentionInterface"
             )
 
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        now = self.now(module, record.slot)
+        if now == record.after:
+            return HERE
+        mine = self._architecture(module)
+        pairs = zip(record.before.pairs, record.before.implementations, strict=True)
+        was = {implementation for (old, _), implementation in pairs if old.model_type == mine}
+        return State("gone" if now in was else "changed", str(now))
+
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Configs = record.before
         if all(_same(old, new) for old, new in before.pairs):
@@ -85,10 +99,6 @@ class AttentionChoice(Kind):
             for (_, new), was in zip(before.pairs, before.implementations, strict=True):
                 if new.model_type == self._architecture(module):
                     new._attn_implementation_internal = was
-
-    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
-        now = self.now(module, record.slot)
-        return None if now == record.after else str(now)
 
     def _architecture(self, module: nn.Module) -> str:
         config: Any = module.config
@@ -118,10 +128,10 @@ def _point(root: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
 
 
 def _same(old: PreTrainedConfig, new: PreTrainedConfig) -> bool:
-    """Equal but for attention; configs inside are compared on their own."""
+    """True if they are equal but for attention and what a save writes; configs inside are compared on their own."""
 
     def values(config: PreTrainedConfig) -> dict[str, Any]:
-        skip = ("_attn_implementation_internal", "_attn_was_changed")
+        skip = ("_attn_implementation_internal", "_attn_was_changed", *WRITTEN_BY_A_SAVE)
         return {k: v for k, v in config.__dict__.items() if k not in skip and not isinstance(v, PreTrainedConfig)}
 
     return values(old) == values(new)

@@ -24,15 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import RefusedError
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.kind import ABSENT, Kind, Record
+from hfpatch.patching.kind import Kind
+from hfpatch.patching.records import UNFINISHED, Record, State, add, advance, forget, record_at, show
 from hfpatch.patching.select import Selection
 
 if TYPE_CHECKING:
     from torch import nn
-
-RECORDS = "_hfpatch"
-"""Key in a module's `__dict__` under which its records are kept while it is edited."""
-
 
 FP32_LOGITS = "hfpatch_fp32_logits"
 FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
@@ -64,15 +61,6 @@ class Edit:
     def to_dict(self) -> dict[str, str]:
         """As JSON."""
         return {"path": self.path, "slot": self.slot, "before": show(self.before), "after": show(self.after)}
-
-
-def show(value: object) -> str:
-    """A value of an edit, in a table cell."""
-    if value is ABSENT:
-        return "-"
-    if isinstance(value, (int, float, str, bool)):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    return str(value) if type(value).__str__ is not object.__str__ else type(value).__name__
 
 
 @dataclass(frozen=True)
@@ -213,46 +201,49 @@ def kind_of(name: str) -> Kind:
 
 
 def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
-    """Carry out one edit, the record first."""
+    """Carry out one edit, the record first. An older record of the same place, no longer true, is undone before."""
     kind = kind_of(edit.kind)
+    older = record_at(edit.module, edit.slot)
+    if older is not None:
+        undo(root, edit.module, older)
     before = kind.inverse(root, edit.module, edit.slot, edit.after)
-    record = Record(application, patch, edit.kind, edit.slot, before, edit.after)
-    edit.module.__dict__[RECORDS] = [*records_of(edit.module), record]
+    record = Record(application, patch, edit.kind, edit.slot, before, edit.after, "writing")
+    add(edit.module, record)
     try:
         kind.write(root, edit.module, record)
     except BaseException:
         undo(root, edit.module, record)  # it may have been written before it raised
         raise
+    advance(edit.module, record, "written")
 
 
 def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
     """Put back what was there before a record, and forget the record."""
+    if record.phase == "written":
+        record = advance(module, record, "undoing")
     kind_of(record.kind).restore(root, module, record)
     forget(module, record)
 
 
-def forget(module: nn.Module, record: Record) -> None:
-    """Drop a record and leave what it is about as it is."""
-    rest = [r for r in records_of(module) if r is not record]
-    if rest:
-        module.__dict__[RECORDS] = rest
-    else:
-        module.__dict__.pop(RECORDS, None)
+def state_of(root: nn.Module, module: nn.Module, record: Record, *, compare: bool = False) -> State:
+    """Return what has become of an edit, by a look at the model; with `compare`, at the values of tensors too."""
+    if record.phase != "written":
+        return UNFINISHED
+    kind = kind_of(record.kind)
+    return kind.compare(root, module, record) if compare else kind.read(root, module, record)
 
 
 @contextmanager
 def lifted(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
-    """The modules as they were before these records; afterwards as they are."""
-    held: list[tuple[nn.Module, Record, Any]] = []
+    """The modules as they were before these records, those of them that are in force; afterwards as they are."""
+    log = [(module, record) for module, record in log if state_of(root, module, record).in_force]
+    begun: list[tuple[nn.Module, Record, list[Any]]] = []
     try:
         for module, record in reversed(log):
-            held.append((module, record, kind_of(record.kind).lift(root, module, record)))
+            held: list[Any] = []
+            begun.append((module, record, held))
+            kind_of(record.kind).lift(root, module, record, held)
         yield
     finally:
-        for module, record, what in reversed(held):
-            kind_of(record.kind).lower(root, module, record, what)
-
-
-def records_of(module: nn.Module) -> list[Record]:
-    """The records a module carries, oldest first."""
-    return module.__dict__.get(RECORDS, [])
+        for module, record, held in reversed(begun):
+            kind_of(record.kind).lower(root, module, record, held)

@@ -21,11 +21,12 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
+from hfpatch.compat import hooks
 from hfpatch.errors import RefusedError
 from hfpatch.model.tanh import may_add_one
 from hfpatch.numerics.modulation import delta
 from hfpatch.patching.hook_kind import HookKind
-from hfpatch.patching.kind import Record
+from hfpatch.patching.records import Record
 
 SLOT = "1 + tanh"
 
@@ -142,13 +143,24 @@ class Watch(TorchFunctionMode):
 
 
 class Bounding(Watch):
-    """Gives 1 + delta(x) where 1 is added to tanh(x), in the call of one module."""
+    """Gives 1 + delta(x) where 1 is added to tanh(x), in the call of one module.
+
+    `caller` is the frame of that call. Once it is over the mode does nothing, whoever failed to take it off the
+    thread's stack: torch runs no hook after a KeyboardInterrupt, nor one that was removed during the call.
+    """
 
     def __init__(self, bounds: Bounded, module: nn.Module, caller: FrameType | None) -> None:
         super().__init__()
         self.bounds, self.module, self.caller = bounds, module, caller
+        self.over = False
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, as `Watch` does while the call lasts."""
+        if not torch.compiler.is_compiling() and is_over(self):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _tanh(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         out = super()._tanh(func, name, args, kwargs)
@@ -195,13 +207,17 @@ class Bounding(Watch):
 
 
 class Blind(TorchFunctionMode):
-    """Hides from the modes below it that 1 is added to a tensor they may know."""
+    """Hides from the modes below it that 1 is added to a tensor they may know, while a call lasts."""
+
+    def __init__(self, caller: FrameType | None) -> None:
+        super().__init__()
+        self.caller, self.over = caller, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function; a sum with 1 gets an alias of its tensor."""
         kwargs = kwargs or {}
         added = _one_and(args, kwargs) if func.__name__ in ADD else None
-        if added is not None:
+        if added is not None and (torch.compiler.is_compiling() or not is_over(self)):
             args = tuple(torch.ops.aten.alias(a) if a is added else a for a in args)
             kwargs = {k: torch.ops.aten.alias(v) if v is added else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
@@ -240,19 +256,18 @@ class Enter:
         self.traced: list[TorchFunctionMode] = []  # of the call torch.compile is tracing: the stack is not to be read
 
     def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Enter; modes that a KeyboardInterrupt left behind go first."""
+        """Enter; modes of calls that are over go first."""
         compiling = torch.compiler.is_compiling()
         if self.bounds is not None and self.bounds.eager and (compiling or _dynamo_is_on()):
             raise RefusedError(NOT_COMPILED)
         if compiling:
-            traced = Blind() if self.bounds is None else Bounding(self.bounds, module, None)
+            traced = Blind(None) if self.bounds is None else Bounding(self.bounds, module, None)
             traced.__enter__()
             self.traced.append(traced)
             return
         frame = sys._getframe().f_back
-        while isinstance(top := _top(), Bounding) and not _running(top.caller, frame):
-            _pop_mode()
-        _push_mode(Blind() if self.bounds is None else Bounding(self.bounds, module, frame))
+        clear_over()
+        _push_mode(Blind(frame) if self.bounds is None else Bounding(self.bounds, module, frame))
 
 
 class Leave:
@@ -266,15 +281,19 @@ class Leave:
         if torch.compiler.is_compiling():
             self.enter.traced.pop().__exit__(None, None, None)
             return
-        top = _top()
+        top = clear_over()
         if isinstance(top, Blind) if self.enter.bounds is None else isinstance(top, Bounding) and top.module is module:
             _pop_mode()
-        if isinstance(top, Bounding):
-            top.caller = None  # a frame keeps its tensors
+        if isinstance(top, (Bounding, Blind)):
+            end(top)  # a frame keeps its tensors
 
 
 class OnePlusTanh(HookKind):
     """1 + tanh in a module's own forward becomes a bounded factor. `record.before` holds the hooks, by module."""
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        super().restore(root, module, record)
+        clear_over()
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
         """The hooks that will be set: `((module, enter, leave), ...)`, the edited module's first."""
@@ -289,11 +308,11 @@ class OnePlusTanh(HookKind):
         for each, enter, leave in record.before:
             # The edited module's mode is the innermost of its call, a hiding one the outermost: they nest in any order.
             own = each is module
-            each.register_forward_pre_hook(enter, with_kwargs=True, prepend=not own)
-            each.register_forward_hook(leave, prepend=own, always_call=True)
+            hooks.before(each, enter, with_kwargs=True, first=not own)
+            hooks.after(each, leave, first=own, always=True)
 
     def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
-        return ((each, tuple(hooks)) for each, *hooks in record.before)
+        return ((each, (enter, leave)) for each, enter, leave in record.before)
 
 
 def _one_and(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -321,7 +340,26 @@ def _top() -> Any:
     return _get_current_function_mode() if torch._C._len_torch_function_stack() else None
 
 
-def _running(caller: FrameType | None, frame: FrameType | None) -> bool:
-    while frame is not None and frame is not caller:
-        frame = frame.f_back
-    return frame is not None
+def is_over(mode: Bounding | Blind) -> bool:
+    """True if the call a mode was entered for is over: its frame is not on this thread's stack any more."""
+    if mode.caller is not None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not mode.caller:
+            frame = frame.f_back
+        if frame is None:
+            end(mode)
+    return mode.over
+
+
+def end(mode: Bounding | Blind) -> None:
+    """Let a mode do nothing any more, and keep nothing."""
+    mode.over, mode.caller = True, None
+    if isinstance(mode, Bounding):
+        mode.seen, mode.versions, mode.made = [], [], []
+
+
+def clear_over() -> Any:
+    """Take modes of calls that are over off the top of this thread's stack. Returns what is on top then."""
+    while isinstance(top := _top(), (Bounding, Blind)) and is_over(top):
+        _pop_mode()
+    return top

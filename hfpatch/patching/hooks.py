@@ -8,6 +8,7 @@ leave class and `forward` alone.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hfpatch.compat.sharding import narrows_stream
+from hfpatch.errors import RefusedError
 from hfpatch.model.roles import weights_dtype
 
 
@@ -75,7 +78,13 @@ class CastInput:
     rule: DtypeRule
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Cast if there is something to cast."""
+        """Cast if there is something to cast.
+
+        Raises:
+            RefusedError: FSDP would cast the float32 stream back on its way through the module.
+        """
+        if self.rule.weight is None and (why := narrows_stream(module)):
+            raise RefusedError(f"the stream was set to run in float32, and a {type(module).__name__} undoes it: {why}")
         stream = _stream(args, kwargs)
         cast = _cast(stream, self.rule.of(module))
         return None if cast is stream else _handing(cast, stream, args, kwargs)
@@ -103,8 +112,8 @@ class InFloat32:
     """A forward pre-hook under which torch's norms and linear maps compute in float32, their weights as they are.
 
     torch wants the input and the weight of a norm in one dtype, and autocast casts what goes into a linear map. So the
-    input is handed over as a `Wide` tensor, which carries the wish to the function itself: no state, and nothing to
-    take back after the call.
+    input is handed over as a `Wide` tensor, or as a `Handed` one where the tensor is no plain one: either carries the
+    wish to the function itself, so there is no state, and nothing to take back after the call.
     """
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -127,8 +136,39 @@ class Wide(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with torch.autocast(device, enabled=False), torch._C.DisableTorchFunctionSubclass():
+        with _outside_autocast(device), torch._C.DisableTorchFunctionSubclass():
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
+
+
+class Handed:
+    """Stands for a tensor of a class of its own (fake, distributed), which cannot be a `Wide` one; else as that is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["tensor"], name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function on the tensor itself."""
+        args, kwargs = _plain(tuple(args)), {k: _plain(v) for k, v in (kwargs or {}).items()}
+        if func not in WIDENED:
+            return func(*args, **kwargs)
+        device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
+        with _outside_autocast(device):
+            return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
+
+
+def _operator(name: str) -> Any:
+    def method(self: Handed, *others: Any) -> Any:
+        return getattr(self.tensor, name)(*map(_plain, others))
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem"):
+    setattr(Handed, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 WIDENED = frozenset(
@@ -137,7 +177,21 @@ WIDENED = frozenset(
 
 
 def _wide(value: Any) -> Any:
-    return value.as_subclass(Wide) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.as_subclass(Wide) if type(value) in (torch.Tensor, nn.Parameter, Wide) else Handed(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Handed):
+        return value.tensor
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def _outside_autocast(device: str) -> Any:
+    """A region without autocast; an empty one for a device that has none (meta)."""
+    available = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else contextlib.nullcontext()
 
 
 def _float32(value: Any) -> Any:

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat import hooks
+from hfpatch.model.lora_expand import wrapped
+from hfpatch.model.survey import Survey
 from hfpatch.patching.adapters import AdapterTargets
 from hfpatch.patching.attention import AttentionChoice
 from hfpatch.patching.functions import OnePlusTanh
 from hfpatch.patching.hook_kind import HookKind
-from hfpatch.patching.kind import ABSENT, Kind, Record
+from hfpatch.patching.hooks import CastOutput
+from hfpatch.patching.kind import Kind
+from hfpatch.patching.records import ABSENT, HERE, Record, State, show
 
 
 class Attribute(Kind):
-    """A module's plain attribute takes another value."""
+    """A module's plain attribute takes another value: written, read and restored in its `__dict__`."""
 
     def now(self, module: nn.Module, slot: str) -> Any:
         return module.__dict__.get(slot, ABSENT)
@@ -26,27 +31,29 @@ class Attribute(Kind):
         return self.now(module, slot)
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        setattr(module, record.slot, record.after)
+        module.__dict__[record.slot] = record.after  # past any setter: a compiled module's would write elsewhere
+
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        now = self.now(module, record.slot)
+        if now is record.after or now == record.after:
+            return HERE
+        return State("gone" if now is record.before or now == record.before else "changed", show(now))
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         if record.before is ABSENT:
             module.__dict__.pop(record.slot, None)
         else:
-            module.__dict__[record.slot] = record.before  # past any setter: this was its value
-
-    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
-        now = module.__dict__.get(record.slot, ABSENT)
-        return None if now == record.after else str(now)
+            module.__dict__[record.slot] = record.before
 
 
 class Hook(HookKind):
     """A forward hook that casts: `record.after` is the hook itself."""
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        if record.slot.startswith("input"):
-            module.register_forward_pre_hook(record.after, with_kwargs=True)
+        if isinstance(record.after, CastOutput):
+            hooks.after(module, record.after)
         else:
-            module.register_forward_hook(record.after)
+            hooks.before(module, record.after, with_kwargs=True)
 
     def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
         yield module, (record.after,)
@@ -74,28 +81,45 @@ class TensorInPlace(Kind):
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _put(module, record, record.after(record.before))
 
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        tensor = _tensor(module, record.slot)
+        if tensor is None:
+            return State("gone", "no tensor any more")
+        if tensor.shape != record.before.shape:
+            return State("changed", f"of shape {tuple(tensor.shape)}")
+        return HERE
+
+    def compare(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        state = self.read(root, module, record)
+        tensor = _tensor(module, record.slot)
+        if tensor is None or state != HERE or _elsewhere(tensor):
+            return state
+        now = tensor.detach()
+        if torch.equal(now, record.after(record.before).to(now)):
+            return HERE
+        if torch.equal(now, record.before.to(now)):
+            return State("gone", self.now(module, record.slot))
+        return State("trained", f"trained or set since ({self.now(module, record.slot)})")
+
+    def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        tensor = _tensor(module, record.slot)
+        outside = wrapped(Survey(root))
+        if outside is not None and outside[1] == "FSDP":
+            return f"inside FSDP ({outside[0] or 'the model'}), which keeps the values in shards of its own"
+        return None if tensor is None else _elsewhere(tensor)
+
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _put(module, record, record.before)
 
-    def changed(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         tensor = _tensor(module, record.slot)
-        if tensor is None:
-            return "gone"
-        if tensor.shape != record.before.shape:
-            return f"of shape {tuple(tensor.shape)}"
-        now = tensor.detach()
-        as_set = record.after(record.before).to(now)
-        return None if torch.equal(now, as_set) else f"trained or set since ({self.now(module, record.slot)})"
-
-    def lift(self, root: nn.Module, module: nn.Module, record: Record) -> Any:
-        tensor = _tensor(module, record.slot)
-        held = None if tensor is None else tensor.detach().clone()
+        if tensor is not None:
+            held.append(tensor.detach().clone())
         self.restore(root, module, record)
-        return held
 
-    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: Any) -> None:
-        if held is not None:
-            _put(module, record, held)
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        for values in held:
+            _put(module, record, values)
 
 
 def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
@@ -103,9 +127,20 @@ def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def _elsewhere(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's values are not all here to be compared or written; None where they are."""
+    if tensor.is_meta:
+        return "on meta: its values are offloaded, or were never loaded"
+    if type(tensor.data) is not torch.Tensor:
+        return f"a {type(tensor.data).__name__}, whose values are not all here: take the wrapper off that shards it"
+    return None
+
+
 def _put(module: nn.Module, record: Record, values: torch.Tensor) -> None:
     tensor = _tensor(module, record.slot)
     if tensor is not None and tensor.shape == values.shape:
+        if elsewhere := _elsewhere(tensor):
+            raise RuntimeError(f"it is {elsewhere}")
         with torch.no_grad():
             tensor.copy_(values)
 

@@ -4,131 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import ConflictError, RefusedError
+from hfpatch.model.survey import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.edits import Edit, kind_of, records_of, show
-from hfpatch.patching.kind import Record
-from hfpatch.patching.language import UNASKED, Decided, Effect, NotNeeded, Offered, Refused
+from hfpatch.patching.decision import Decision, Plan
+from hfpatch.patching.edits import Edit, kind_of, state_of
+from hfpatch.patching.language import UNASKED, Effect, NotNeeded, Offered, Refused
+from hfpatch.patching.records import logged, record_at, show
 from hfpatch.patching.registry import Entry
-from hfpatch.report import Sheet
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.patching.unserved import Unserved
 
 SUGGESTED = "suggested"
-ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one patch would do to one submodel.
-
-    Attributes:
-        patch: Its id.
-        submodel: Path of the submodel it is about; None where it is about the object as a whole.
-        decided: applied | not needed | opt-in | refused.
-        reason: Why.
-        effect: On outputs; None where nothing would be done.
-        edits: What would be changed.
-        hint: The line to type, or an alternative.
-        already: Number of edits of this patch that the model carries from before.
-        suggested: Opt-in because it mends something here, and not just because it can be run.
-    """
-
-    patch: str
-    submodel: str | None
-    decided: Decided
-    reason: str
-    effect: Effect | None = None
-    edits: tuple[Edit, ...] = ()
-    hint: str = ""
-    already: int = 0
-    suggested: bool = True
-
-    @property
-    def what(self) -> str:
-        """The edits in short: count, example path, before -> after."""
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for e in self.edits:
-            groups.setdefault((e.slot, show(e.before), show(e.after)), []).append(e.path)
-        parts: list[str] = []
-        for (slot, before, after), paths in groups.items():
-            change = f"{slot} -> {after}" if before == "-" else f"{slot} {before} -> {after}"
-            parts.append(f"{len(paths)} x {change}: {_example(paths)}")
-        return "\n".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "patch": self.patch,
-            "submodel": self.submodel,
-            "decision": self.decided,
-            "reason": self.reason,
-            "effect": self.effect,
-            "hint": self.hint,
-            "suggested": self.suggested,
-            "edits": [e.to_dict() for e in self.edits],
-        }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a set of patches would do to a model. Printing it shows a table."""
-
-    model: str
-    decisions: tuple[Decision, ...]
-    unknown: tuple[str, ...] = ()
-    """What could not be known, e.g. because the weights are not loaded."""
-
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """Everything that apply would change, in order."""
-        return tuple(e for d in self.decisions if d.decided == "applied" for e in d.edits)
-
-    def of(self, decided: Decided) -> tuple[Decision, ...]:
-        """The decisions of one kind."""
-        return tuple(d for d in self.decisions if d.decided == decided)
-
-    def sheet(self) -> Sheet:
-        """As a table."""
-        return sheet(f"Plan for {self.model}", self.decisions, self.unknown)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON: model, decisions (patch, submodel, decision, reason, effect, hint, edits), unknown."""
-        return {
-            "model": self.model,
-            "decisions": [d.to_dict() for d in self.decisions],
-            "unknown": list(self.unknown),
-        }
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
-
-
-def sheet(title: str, decisions: Iterable[Decision], notes: Sequence[str] = ()) -> Sheet:
-    """Decisions as a table: patch, decision, what changes where, effect. What is done comes first."""
-    rows: list[tuple[str, ...]] = []
-    for d in sorted(decisions, key=lambda d: (ORDER.index(d.decided), not d.suggested)):
-        text = "\n".join(t for t in (d.what if d.decided in ("applied", "opt-in") else "", d.reason, d.hint) if t)
-        where = f"{d.patch}\n  {d.submodel}" if d.submodel else d.patch
-        rows.append((where, d.decided, d.effect or "-", text))
-    return Sheet(
-        title,
-        ("patch", "decision", "effect", "what changes, and why"),
-        tuple(rows),
-        tuple(notes),
-        wide=("what changes, and why",),
-    )
 
 
 def plan(
@@ -156,7 +53,6 @@ def plan(
         NotAModelError: `model` holds no torch module.
         UnknownPatchError: A name that matches no patch.
         PatchFileError: A name whose file does not load.
-        RefusedError: A patch named in `only=` does not go with this model.
         ConflictError: Two patches want different things of the same place.
         InputError: Another argument cannot be used.
     """
@@ -184,11 +80,33 @@ def plan(
         # conditions and repros run code of their own, whose dtypes are not those of the caller's region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             decisions.extend(_decide(entry, survey, dtype, chosen))
+    if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
+        decisions += _not_served(survey, dtype, decisions)
     everything = SUGGESTED in names(include)
     decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
-    _check_asked(decided, set(names(only)))
-    _check_conflicts(decided)
-    return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype))
+    _check_conflicts(survey.root, decided)
+    return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
+
+
+STREAM = "fp16-residual-overflow"
+"""The patch of the residual stream: a stack in float16 that it does not serve is said, whatever the stack is."""
+
+
+def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:
+    """A refusal for each stack that runs in float16 and that no patch serves, where none of the decisions says so."""
+    from hfpatch.patching.unserved import unserved
+
+    said = [d.submodel for d in decisions if d.patch == STREAM and d.decided == "refused" and d.submodel is not None]
+    return [
+        Decision(STREAM, row.path, "refused", _unserved_reason(row), vital=True, unasked=True)
+        for row in unserved(survey, dtype)
+        if not any(row.refused and inside(row.path, path) for path in said)
+    ]
+
+
+def _unserved_reason(row: Unserved) -> str:
+    of = f" of {row.architecture}" if row.architecture else ""
+    return f"the stream of its {row.cls}{of} is {row.dtype}, which ends at 65,504, and {row.reason}"
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
@@ -219,81 +137,138 @@ def _decide(
     for submodel in served:
         context = Context(survey, submodel, compute_dtype, options)
         out.extend(_decide_one(entry, context, trusted))
-    known = [s for s in survey.submodels if s.architecture in patch.refuses]
-    out.extend(
-        Decision(entry.id, s.path, "refused", f"{s.architecture}: {patch.refuses[s.architecture]}") for s in known
-    )
+    for submodel in survey.submodels:
+        if submodel.architecture in patch.refuses:
+            out.append(_known(entry, Context(survey, submodel, compute_dtype, options)))
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         why = f"does not serve {have}: no case proves it there; serves {_listed(patch.architectures)}"
-        out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests))
+        out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None))
     # Of several submodels, those it has nothing to do with are not worth a row each.
-    telling = {(d.decided, d.reason, d.edits): d for d in out if d.decided != "not needed"}
+    telling = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
     return list(telling.values()) or out[:1]
+
+
+def _known(entry: Entry, context: Context) -> Decision:
+    """Decide about an architecture that a patch knows and does not serve."""
+    patch, submodel = entry.patch, context.submodel
+    assert submodel is not None  # noqa: S101 - it has an architecture
+    verdict = patch.condition(context)
+    if isinstance(verdict, NotNeeded):
+        return Decision(entry.id, submodel.path, "not needed", verdict.reason)
+    reason = f"{submodel.architecture}: {patch.refuses[submodel.architecture]}"
+    return replace(_blank(entry, context), reason=reason, hint=patch.suggests)
+
+
+def _blank(entry: Entry, context: Context) -> Decision:
+    """A refusal without a reason yet."""
+    patch = entry.patch
+    unasked = callable(patch.effect) or patch.effect in UNASKED
+    path = context.submodel.path if context.submodel else None
+    return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked)
 
 
 def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]:
     from hfpatch.patching.guards import compiled_already, compiled_elsewhere, drift_verdict
 
-    patch, path = entry.patch, context.submodel.path if context.submodel else None
+    patch, own = entry.patch, _blank(entry, context)
     verdict = patch.condition(context)
     if isinstance(verdict, Refused):
-        return [Decision(entry.id, path, "refused", verdict.reason, hint=patch.suggests)]
+        return [replace(own, reason=verdict.reason, hint=patch.suggests)]
     if isinstance(verdict, NotNeeded):
-        mine = _records(context, entry.id)
+        mine = _in_force(context)[entry.id]
         reason = f"already applied ({mine} edits)" if mine else verdict.reason
-        return [Decision(entry.id, path, "not needed", reason, already=mine)]
-    grouped: dict[Effect, list[Edit]] = {}
-    done = 0
+        return [replace(own, decided="not needed", reason=reason, already=mine)]
+    found = Resolved()
     for template in patch.edits:
         try:
             resolved = list(template.resolve(context))
         except RefusedError as error:
-            return [Decision(entry.id, path, "refused", str(error))]
+            return [replace(own, reason=str(error))]
         if not resolved and not template.where.may_be_empty:
-            return [Decision(entry.id, path, "refused", f"{template.where} matched nothing in {_place(context)}")]
+            return [replace(own, reason=f"{template.where} matched nothing in {_place(context)}")]
         for edit in resolved:
-            there = next((r for r in records_of(edit.module) if r.slot == edit.slot), None)
-            if there is not None and there.after == edit.after:
-                kind = kind_of(there.kind)
-                now = None if kind.trains else kind.changed(context.survey.root, edit.module, there)
-                if now is not None:
-                    return [
-                        Decision(
-                            entry.id,
-                            path,
-                            "refused",
-                            f"applied before, but {edit.slot} of {edit.path or 'the model'!r} is {now} since: call "
-                            f"hfpatch.revert(model, only={entry.id!r}) first",
-                        )
-                    ]
-                done += 1
-                continue
-            grouped.setdefault(_effect(entry, context, edit), []).append(edit)
-    if not grouped:
-        return [Decision(entry.id, path, "not needed", f"already applied ({done} edits)", already=done)]
-    unseen = any(kind_of(e.kind).unseen for edits in grouped.values() for e in edits)
+            found.sort_in(context.survey.root, entry.id, edit)
+    grouped: dict[Effect, list[Edit]] = {}
+    for edit in found.to_do:
+        grouped.setdefault(_effect(entry, context, edit), []).append(edit)
+    own = replace(own, already=found.done, otherwise=found.otherwise)
+    if not grouped and not found.changed:
+        return [replace(own, decided="not needed", reason=f"already applied ({found.done} edits)")]
+    unseen = any(kind_of(e.kind).unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
-        return [Decision(entry.id, path, "refused", reason)]
+        return [replace(own, reason=reason, lapsed=found.lapsed)]
     drift = None if trusted else drift_verdict(entry, context)
     if isinstance(drift, Refused):
-        return [Decision(entry.id, path, "refused", drift.reason)]
+        return [replace(own, reason=drift.reason, lapsed=found.lapsed)]
     warnings = (drift and drift.reason, compiled_elsewhere(context.survey) if unseen else None)
     reason = "; ".join((verdict.reason, *filter(None, warnings)))
     offered = verdict if isinstance(verdict, Offered) else None
-    return [
-        Decision(
-            entry.id,
-            path,
-            "applied" if effect in UNASKED and not offered else "opt-in",
-            reason,
-            effect,
-            tuple(edits),
-            patch.suggests,
+    out = [
+        replace(
+            own,
+            decided="applied" if effect in UNASKED and not offered else "opt-in",
+            reason=reason,
+            effect=effect,
+            edits=tuple(edits),
+            hint=patch.suggests,
             suggested=offered is None or offered.suggested,
+            lapsed=found.lapsed if any(e in found.again for e in edits) else "",
         )
         for effect, edits in grouped.items()
     ]
+    if found.changed:
+        edits = tuple(found.changed)
+        effect = _effect(entry, context, edits[0])
+        why = f"applied before; {found.changed_to} since, which stays unless this patch is asked for by name"
+        out.append(replace(own, decided="opt-in", reason=why, effect=effect, edits=edits, suggested=False, lapsed=why))
+    return out
+
+
+class Resolved:
+    """The edits of one patch for one submodel, by what the model carries of them already."""
+
+    def __init__(self) -> None:
+        self.to_do: list[Edit] = []
+        self.again: list[Edit] = []
+        """Of these, those that were made before and are gone."""
+        self.changed: list[Edit] = []
+        """Made before, and somebody has set something else since."""
+        self.done = 0
+        self.otherwise = self.changed_to = ""
+
+    @property
+    def lapsed(self) -> str:
+        """Return a sentence about edits that were made before and are gone."""
+        if not self.again:
+            return ""
+        first = self.again[0]
+        record = record_at(first.module, first.slot)
+        count = f"{len(self.again)} of its edits are" if len(self.again) > 1 else "an edit of it is"
+        patch = record.patch if record else "hfpatch"
+        return f"{patch} was applied before and {count} gone, first {first.slot} of {first.path or 'the model itself'}"
+
+    def sort_in(self, root: nn.Module, patch: str, edit: Edit) -> None:
+        """Look what the model carries of an edit, and what has become of it."""
+        there = record_at(edit.module, edit.slot)
+        if there is None or (there.patch != patch and there.after != edit.after):
+            self.to_do.append(edit)  # another patch's: whether that is in force is a matter of conflicts
+            return
+        state = state_of(root, edit.module, there)
+        if state.in_force:
+            self.done += 1
+            if there.after != edit.after and not self.otherwise:
+                place = f"{edit.slot} of {edit.path or 'the model itself'}"
+                self.otherwise = (
+                    f"{place} was set to {show(there.after)} then, and would be set to {show(edit.after)} now: "
+                    f"hfpatch.revert(model, only={patch!r}) first, to have that"
+                )
+        elif state.word == "changed":
+            self.changed.append(edit)
+            self.changed_to = self.changed_to or f"{edit.slot} of {edit.path or 'the model'!r} is {state.now}"
+        else:
+            self.to_do.append(edit)
+            self.again.append(edit)
 
 
 def _effect(entry: Entry, context: Context, edit: Edit) -> Effect:
@@ -321,24 +296,16 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
     return tuple(notes)
 
 
-def _check_asked(decisions: Iterable[Decision], named: set[str]) -> None:
-    """A patch named by its id must not be refused; one that only a glob names may be."""
-    by_patch: dict[str, list[Decision]] = {}
-    for d in decisions:
-        by_patch.setdefault(d.patch, []).append(d)
-    for patch_id, mine in by_patch.items():
-        if patch_id in named and all(d.decided == "refused" for d in mine):
-            raise RefusedError(f"{patch_id} was asked for and is refused: {'; '.join(d.reason for d in mine)}")
-
-
-def _check_conflicts(decisions: Iterable[Decision]) -> None:
+def _check_conflicts(root: nn.Module, decisions: Iterable[Decision]) -> None:
     taken: dict[tuple[int, str], tuple[str, Any]] = {}
     for decision in decisions:
         if decision.decided != "applied":
             continue
         for edit in decision.edits:
-            there: list[Record] = [r for r in records_of(edit.module) if r.slot == edit.slot]
-            other = (there[0].patch, there[0].after) if there else taken.get((id(edit.module), edit.slot))
+            there = record_at(edit.module, edit.slot)
+            theirs = there if there is not None and there.patch != decision.patch else None
+            in_force = theirs is not None and state_of(root, edit.module, theirs).in_force
+            other = (theirs.patch, theirs.after) if theirs and in_force else taken.get((id(edit.module), edit.slot))
             if other is not None and other[1] != edit.after:
                 raise ConflictError(
                     f"{decision.patch} wants {edit.slot} of {edit.path or 'the model'!r} to be {show(edit.after)}, "
@@ -347,10 +314,12 @@ def _check_conflicts(decisions: Iterable[Decision]) -> None:
             taken[id(edit.module), edit.slot] = (decision.patch, edit.after)
 
 
-def _records(context: Context, patch_id: str) -> int:
-    """How many edits of a patch the object carries."""
-    modules = context.survey.modules.values()
-    return context.survey.once("records", lambda: Counter(r.patch for m in modules for r in records_of(m)))[patch_id]
+def _in_force(context: Context) -> Counter[str]:
+    """How many edits of each patch the object carries that are in force."""
+    root = context.survey.root
+    return context.survey.once(
+        "records", lambda: Counter(r.patch for _, m, r in logged(root) if state_of(root, m, r).in_force)
+    )
 
 
 def _version_refusal(entry: Entry) -> Decision | None:
@@ -370,18 +339,6 @@ def _version_refusal(entry: Entry) -> Decision | None:
 
 def _place(context: Context) -> str:
     return context.submodel.place if context.submodel else type(context.survey.root).__name__
-
-
-def _example(paths: Sequence[str]) -> str:
-    """Where, in short: paths that differ in list indices only are one, with a star."""
-    from hfpatch.model.survey import starred
-
-    kinds: dict[str, list[str]] = {}
-    for path in paths:
-        kinds.setdefault(starred(path), []).append(path)
-    named = [alike[0] if len(alike) == 1 else generic for generic, alike in kinds.items()]
-    named.sort(key=lambda path: (path.count("."), path))
-    return ", ".join(path or "the model itself" for path in named)
 
 
 def _listed(architectures: Sequence[str]) -> str:

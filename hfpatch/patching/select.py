@@ -54,8 +54,8 @@ def layers() -> Selection:
 
 
 def first_layer() -> Selection:
-    """The first decoder layer: where the residual stream begins."""
-    return _of_stacks("the first decoder layer", lambda s: s.layers[:1])
+    """The first decoder layer, with what a block or a user's module around it adds: where the stream begins."""
+    return _of_stacks("the first decoder layer", lambda s: s.items[:1])
 
 
 def layer_norms() -> Selection:
@@ -95,6 +95,25 @@ def branch_maps(name: str) -> Selection:
                     yield f"{path}.{inner}", module
 
     return _of_stacks(f"linear maps {name}", maps, may_be_empty=True)
+
+
+def maps_around() -> Selection:
+    """Linear maps and torch norms that a user's modules around the decoder layers add; may be none."""
+    return _around("maps and norms around the decoder layers", in_float32=True)
+
+
+def parts_around() -> Selection:
+    """What else with weights a user's modules around the decoder layers add; may be none."""
+    return _around("other parts around the decoder layers", in_float32=False)
+
+
+def _around(description: str, *, in_float32: bool) -> Selection:
+    def parts(stack: Stack) -> Iterable[Place]:
+        from hfpatch.patching.wrapped import computes_in_float32, wants_cast
+
+        return (place for place in stack.around() if (computes_in_float32 if in_float32 else wants_cast)(place[1]))
+
+    return _of_stacks(description, parts, may_be_empty=True)
 
 
 def final_norm() -> Selection:
@@ -148,8 +167,15 @@ def submodel() -> Selection:
 
 
 def root() -> Selection:
-    """The object the caller passed."""
-    return Selection("the model itself", lambda c: (Target("", c.survey.root),))
+    """The object the caller passed; what torch.compile holds, where that is a wrapper of torch.compile."""
+
+    def find(context: Context) -> Iterable[Target]:
+        path, module = "", context.survey.root
+        while (inner := module.__dict__["_modules"].get("_orig_mod")) is not None:
+            path, module = f"{path}._orig_mod".lstrip("."), inner
+        return (Target(path, module),)
+
+    return Selection("the model itself", find)
 
 
 def _targets(places: Iterable[tuple[str, nn.Module]]) -> Iterable[Target]:

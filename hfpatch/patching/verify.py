@@ -14,11 +14,11 @@ from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching import registry
 from hfpatch.patching.compare import Edited, compare
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.edits import lifted, records_of
+from hfpatch.patching.edits import lifted
 from hfpatch.patching.figures import Figures, Proof
-from hfpatch.patching.kind import Record
 from hfpatch.patching.language import Case
 from hfpatch.patching.lending import weights_as
+from hfpatch.patching.records import Record, logged
 from hfpatch.patching.registry import Entry
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def prove(applied: Applied, batch: Mapping[str, Any], runs: Names = None) -> Pro
 
 def _carried(root: nn.Module) -> list[Edited]:
     """Every edit a model carries, with the effect it has on this model, for whoever lost the handle."""
-    log = [(module, record) for module in root.modules() for record in records_of(module)]
+    log = [(module, record) for _, module, record in logged(root)]
     out: list[Edited] = []
     for patch in dict.fromkeys(record.patch for _, record in log):
         mine = [(m, r) for m, r in log if r.patch == patch]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from hfpatch.compat import hooks
 from hfpatch.tracing.places import Places
 
 if TYPE_CHECKING:
@@ -92,19 +91,11 @@ class Hooks:
         """Set them, if they are not."""
         if self._key is not None:
             return
-        # What register_forward_hook does, with one handle for all: theirs cost more than a step's hooks when they run.
-        self._key = key = RemovableHandle(OrderedDict()).id
-        for module, before, after in self._made:
-            slots = module.__dict__
-            slots["_forward_pre_hooks"][key] = before
-            slots["_forward_pre_hooks_with_kwargs"][key] = True
-            slots["_forward_hooks"][key] = after
+        self._key = hooks.around(self._made)
 
     def remove(self) -> None:
         """Take them off."""
         if self._key is None:
             return
-        for module, _, _ in self._made:
-            for slot in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"):
-                module.__dict__[slot].pop(self._key, None)
+        hooks.drop_around(self._made, self._key)
         self._key = None

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from hfpatch.compat import hooks
 from hfpatch.tracing.calls import Call
 from hfpatch.tracing.operations import Found, Operations, Origin
 from hfpatch.tracing.tensors import DEPTH, floating, is_sharded
@@ -134,7 +134,7 @@ class _Where:
         self._node = ""
         self._owner = call.path
         self._returned: list[tuple[str, set[Any], set[Any]]] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Any] = []
 
     def __call__(self) -> tuple[str, str]:
         return (self._owner, self._node) if self.backward else (self._stack[-1], "")
@@ -174,8 +174,8 @@ class _Where:
             self._skipping -= path in self.skip
             self._returned.append((path, _nodes(output), given.pop()))
 
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(hooks.before(module, before, with_kwargs=True))
+        self._handles.append(hooks.after(module, after))
 
     def take(self, *values: Any) -> None:
         """Keep the tensor that is asked about, if this is the call it is in."""

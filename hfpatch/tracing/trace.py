@@ -13,8 +13,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from hfpatch.compat import hooks
 from hfpatch.errors import InputError
 from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
@@ -79,7 +79,7 @@ class Trace:
         self._known: set[tuple[str, str, str]] = set()
         self._watch: Watch | None = None
         self._hooks: Hooks | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[hooks.Handle] = []
         self._context = ExitStack()
         self._on = False
         self._busy = False
@@ -98,9 +98,9 @@ class Trace:
             if self._compiled:
                 say([f"hfpatch: {self._compiled[0] or 'the model'} is compiled; it runs uncompiled while it is traced"])
                 self._context.enter_context(torch.compiler.set_stance("force_eager"))
-            self._handles.append(self.model.register_forward_pre_hook(Hook(self._called), with_kwargs=True))
+            self._handles.append(hooks.before(self.model, Hook(self._called), with_kwargs=True))
             returned = Hook(self._returned)
-            self._handles.append(self.model.register_forward_hook(returned, with_kwargs=True, always_call=True))
+            self._handles.append(hooks.after(self.model, returned, with_kwargs=True, always=True))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -65,15 +65,37 @@ def condition(context: Context) -> Verdict:
     paths = [s.path for s in context.survey.submodels]
     if context.feeds not in paths and select.loose_norms().count(context):
         return Refused(f"which backbone the added norms feed cannot be told: set the option backbone to one of {paths}")
-    added = NORMS.targets(context)
+    added, left = NORMS.targets(context), _left_alone(context)
     if not added:
-        return NotNeeded("no added norm feeds it; native norms keep the eps they came with")
+        return NotNeeded(f"no added norm feeds it; native norms keep the eps they came with{left}")
     wanted = backbone_eps(context)
     if wanted is None:
-        return Refused("the backbone's final norm has no eps to align to")
+        return Refused(_no_eps(context))
     if not [t for t in added if misaligned(context, t)]:
-        return NotNeeded(f"of {len(added)} added norms, none has an eps that can be set and is not {wanted:g}")
-    return Needed(f"added norms differ from the backbone's eps {wanted:g}")
+        return NotNeeded(f"of {len(added)} added norms, none has an eps that can be set and is not {wanted:g}{left}")
+    return Needed(f"added norms differ from the backbone's eps {wanted:g}{left}")
+
+
+def _left_alone(context: Context) -> str:
+    """The added norms with another eps that are not touched, each with the reason; empty where there are none."""
+    from hfpatch.patching.feeding import left_alone, said
+
+    if context.submodel is None:
+        return ""
+    chosen = {t.path for t in NORMS.targets(context)}
+    others = {t.path for t in select.added_norms().targets(context) if misaligned(context, t)} - chosen
+    reasons = {path: why for path, why in left_alone(context.survey, context.submodel).items() if path in others}
+    return f"; left alone: {said(context.survey, reasons)}" if reasons else ""
+
+
+def _no_eps(context: Context) -> str:
+    """Why there is no eps to align to: the norm that ends the stream has none, or was not found."""
+    from hfpatch.model.roles import unread
+
+    if context.stack is not None and context.stack.final_norm is not None:
+        return "the backbone's final norm has no eps to align to"
+    hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
+    return f"which norm ends the backbone's stream cannot be told: {hidden or 'no list of decoder layers was found'}"
 
 
 def effect(context: Context, target: Target) -> Effect:
@@ -102,7 +124,11 @@ def _norms(context: Context) -> Iterable[Target]:
     from hfpatch.model.norms import is_norm
     from hfpatch.patching.context import Target
 
-    yield from select.added_norms().find(context)
+    if context.submodel is not None:
+        from hfpatch.patching.feeding import left_alone
+
+        left = left_alone(context.survey, context.submodel)
+        yield from (target for target in select.added_norms().find(context) if target.path not in left)
     wanted = context.options["modules"]
     norms = {path: module for path, module in context.survey.modules.items() if is_norm(module)}
     for pattern in [wanted] if isinstance(wanted, str) else wanted:

@@ -29,7 +29,8 @@ overflow. A projection whose own output passes 65,504 is not mended. Whether thi
 asked: every float16 stream of a served architecture is widened.
 Refused for layers or norms whose forward somebody else wrote. PEFT's AdaptionPrompt added after the patch
 calls the projections past the casts: add it first. A function of your own compiled around the model and
-called before the patch goes on running the code it made; call `torch._dynamo.reset()`.
+called before the patch goes on running the code it made; call `torch._dynamo.reset()`. Layers that FSDP2 wraps later
+with a policy that casts their inputs or outputs raise at the first call.
 Not served: streams that modules other than layers read (Gemma 3n, Gemma 4), or that branches read before any norm
 (OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Layers that normalise every sum at once (BERT,
 BART) have no stream that grows. Nothing here outlives `save_pretrained`: a server that loads the checkpoint must patch
@@ -107,6 +108,7 @@ NORMALISED = (
     "ernie", "fsmt", "git", "led", "marian", "minimax", "mvp", "openai-gpt", "plbart", "prophetnet", "rembert",
     "roberta", "roc_bert", "roformer", "trocr", "xlm", "xlm-roberta", "xlnet", "xmod",
 )  # fmt: skip
+NORMALISES = "its layers normalise every sum at once, so no stream grows from layer to layer"
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
 CASTS_STREAM = "its layers cast the stream to their norm's dtype; run it in bfloat16"
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
@@ -114,17 +116,28 @@ POST_NORM = "attention and MLP read the raw stream, their norms come after them;
 
 def condition(context: Context) -> Verdict:
     """Needed where the stream is, or is planned to be, float16."""
+    from hfpatch.compat.sharding import narrows_stream
+    from hfpatch.model.roles import unread
+    from hfpatch.patching.wrapped import obstacle
+
+    if context.submodel is not None and context.submodel.architecture in NORMALISED:
+        return NotNeeded(NORMALISES)
+    if not context.stacks and context.dtype != "float16":
+        return NotNeeded(f"it computes in {context.dtype}, whose range holds a residual stream")
     if not context.stacks or any(s.final_norm is None for s in context.stacks) or context.stream_dtype is None:
-        return Refused("no list of decoder layers with a final norm and weights was found")
+        hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
+        return Refused(hidden or "no list of decoder layers with a final norm and weights was found")
     now, planned = str(context.stream_dtype).removeprefix("torch."), context.compute_dtype
     dtype = now if planned is None else str(planned).removeprefix("torch.")
     if dtype == "float32" and select.branch_maps(KEPT_IN_FLOAT32).count(context):
         return Needed(f"float16 autocast would round what {KEPT_IN_FLOAT32} puts out; without it nothing changes")
     if dtype != "float16":
         return NotNeeded(f"the residual stream is {dtype}, whose range holds it")
-    sharded = [path for s in context.stacks for path, layer in s.layers if _casts_back(layer)]
-    if sharded:
-        return Refused(f"{sharded[0]}: FSDP casts the layer's input back; wrap with cast_forward_inputs=False")
+    on_stream = (place for s in context.stacks for place in (*s.items, *s.layers))
+    if sharded := next((f"{path}: {why}" for path, module in on_stream if (why := narrows_stream(module))), ""):
+        return Refused(sharded)
+    if around := obstacle(context.stacks, planned):
+        return Refused(around)
     is_now = "is" if now == dtype else f"is {now} and planned to be"
     return Needed(f"the residual stream {is_now} float16: it cannot hold more than 65,504")
 
@@ -137,12 +150,6 @@ def symptom(trial: Trial) -> str | None:
         return f"{bad} of {logits.numel()} logits are not finite"
     error, bfloat16 = trial.error(logits), trial.error(trial.bfloat16)
     return None if error < bfloat16 else f"relative error {error:.1e}, bfloat16 has {bfloat16:.1e}"
-
-
-def _casts_back(layer: object) -> bool:
-    state = getattr(layer, "_get_fsdp_state", None)
-    policy = getattr(state(), "_mp_policy", None) if callable(state) else None
-    return bool(policy and policy.param_dtype is not None and policy.cast_forward_inputs)
 
 
 def _overflowing(architecture: str) -> Case:
@@ -169,6 +176,8 @@ PATCH = Patch(
         edits.cast_input(select.first_layer(), to="float32"),
         edits.cast_input(select.branch_out_norms(), to="float32"),
         edits.in_float32(select.torch_norms()),
+        edits.in_float32(select.maps_around()),
+        edits.cast_input(select.parts_around(), to="weights"),
         edits.cast_input(select.branches(), to="weights"),
         edits.in_float32(select.branch_maps(KEPT_IN_FLOAT32)),
         edits.cast_output(select.final_norm(), to="weights"),
@@ -192,7 +201,7 @@ PATCH = Patch(
         **dict.fromkeys(("olmo2", "olmo3", "olmo_hybrid", "flex_olmo", "exaone4"), POST_NORM),
         **dict.fromkeys(("megatron-bert", "xlm-roberta-xl", "roberta-prelayernorm"), NORM_INSIDE),
         **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "nemotron_h"), CASTS_STREAM),
-        **dict.fromkeys(NORMALISED, "its layers normalise every sum at once, so no stream grows from layer to layer"),
+        **dict.fromkeys(NORMALISED, NORMALISES),
     },
     suggests="stock alternatives: bfloat16 weights, or (but for T5) float32 weights under float16 autocast",
     answers=("residual-overflow",),

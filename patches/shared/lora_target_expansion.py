@@ -20,7 +20,8 @@ take for these modules), B is 0: outputs in evaluation mode stay bit-identical u
 Before injection expand the config with `hfpatch.lora_config(model, base=config)`; a plain model is refused here.
 Refused: a regular expression as target (nothing can be joined to it), an adapter that is merged, one whose
 initialisation changes the base (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA: loading would change it again), variants
-such as aLoRA or KaSA, and a model inside DDP, FSDP or DeepSpeed, which fix their parameters when they wrap.
+such as aLoRA or KaSA, and a model inside DDP, FSDP or DeepSpeed, which fix their parameters when they wrap,
+and a missed map whose weights are on meta, because they are offloaded or not loaded.
 Reverting takes the new layers out, trained or not (and says so), and nothing else; layers of adapters added later
 stay. A DDP, FSDP or DeepSpeed wrapper has to come off first, and is not seen when only the model in it is passed.
 Taking merged layers out rounds the base weights as PEFT's unmerge does. DoRA in half precision recomputes norms in
@@ -71,6 +72,12 @@ def condition(context: Context) -> Verdict:
     if problems := [gap.problem for gap in gaps if gap.problem]:
         return Refused("; ".join(problems))
     short = [gap for gap in gaps if gap.missing]
+    if away := next((path for tuner in found.values() for path in _on_meta(context, tuner)), ""):
+        return Refused(
+            f"the weight of {away} is on meta (offloaded, or not loaded), and a layer made for it would be too: its "
+            "outputs would be undefined; load it whole, or expand the config before injection with "
+            "hfpatch.lora_config(model, base=config)"
+        )
     if not short:
         return NotNeeded("; ".join(f"adapter {gap.adapter!r} has all it can: {gap.before}{gap.stays}" for gap in gaps))
     return Needed(
@@ -121,6 +128,17 @@ def _expansions(context: Context, target: Target) -> Expansions:
 
 def _short(context: Context, tuner: nn.Module) -> list[Gap]:
     return [gap for gap in gaps_of(context, tuner) if gap.missing]
+
+
+def _on_meta(context: Context, tuner: nn.Module) -> Iterable[str]:
+    """Paths of missed linear maps, from the object, whose weights are not in memory."""
+    home = context.survey.path(tuner)
+    for gap in _short(context, tuner):
+        for path in gap.missing:
+            place = ".".join(filter(None, (home, "model", path)))
+            module = context.survey.modules.get(place)
+            if module is not None and any(p.is_meta for p in module.parameters()):
+                yield place
 
 
 PATCH = Patch(

@@ -1,0 +1,95 @@
+"""The way back, for whoever holds the handle and whoever lost it. One edit that cannot be undone stops no other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection
+
+from torch import nn
+
+from hfpatch.errors import RevertError
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.survey import Survey, root_module
+from hfpatch.patching.arguments import Names, ids, names
+from hfpatch.patching.edits import kind_of, state_of, undo
+from hfpatch.patching.guards import compiled_already
+from hfpatch.patching.records import UNFINISHED, Record, forget, logged, show
+from hfpatch.report import say
+
+_lock = threading.RLock()
+"""One apply or revert at a time: two of one model would write the same edits twice. Not kept on the model, which may
+be copied and saved."""
+
+
+def _new_lock() -> None:
+    global _lock  # noqa: PLW0603 - the thread that held it is not in a forked process
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def one_at_a_time() -> threading.RLock:
+    """Return the lock to hold while a model is planned and written."""
+    return _lock
+
+
+def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
+    """Undo what hfpatch did to a model, for whoever lost the handle; also on a deepcopy.
+
+    Args:
+        model: As for `hfpatch.apply`.
+        only: Ids or globs of the patches to undo. What somebody else set in the place of an edit stays as it is, and
+            so does a tensor trained since, unless the patch is named here by its id: then that is thrown away.
+        exclude: Ids or globs of the patches to keep.
+
+    Raises:
+        NotAModelError: `model` holds no torch module.
+        UnknownPatchError: A name that matches no patch.
+        RevertError: Some edits could not be undone (a compiled model was called meanwhile); all others were.
+    """
+    root = root_module(model)
+    wanted = None if only is None else ids(only)
+    kept = ids(exclude)
+    with one_at_a_time():
+        log = [
+            entry
+            for entry in logged(root)
+            if (wanted is None or entry[2].patch in wanted) and entry[2].patch not in kept
+        ]
+        undo_all(root, log, named=set(names(only)))
+
+
+def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
+    """Undo what can be undone, the newest first, and say what stays. One edit that cannot be undone stops no other."""
+    unseen = any(kind_of(r.kind).unseen for _, _, r in log)
+    compiled = compiled_already(Survey(model)) if unseen else None
+    states = {id(r): state_of(model, module, r, compare=True) for _, module, r in log}
+    trained = {(id(module), r.patch) for _, module, r in log if states[id(r)].word == "trained"}
+    lines: dict[str, None] = {}
+    blocked: dict[str, None] = {}
+    for path, module, r in reversed(log):
+        place, kind, state = path or "the model", kind_of(r.kind), states[id(r)]
+        obstacle = None if state == UNFINISHED else kind.obstacle(model, module, r)
+        if compiled and kind.unseen:
+            blocked[compiled] = None
+        elif r.patch not in named and (state.word == "changed" or obstacle):
+            lines[
+                f"hfpatch: not put back: {place}: {r.slot} is {obstacle or state.now}; {r.patch} had set it to "
+                f"{show(r.after)}. hfpatch.revert(model, only={r.patch!r}) puts it back to what it was before the patch"
+            ] = None
+        elif r.patch not in named and (id(module), r.patch) in trained:
+            lines[f"hfpatch: {r.patch}: {place} was trained since and stays as it is"] = None
+            forget(module, r)
+        else:
+            lost = None if state == UNFINISHED else kind.lost(model, module, r)
+            try:
+                undo(model, module, r)
+            except (*REJECTIONS, NotImplementedError) as error:
+                blocked[f"{r.patch}: {r.slot} of {place}: {type(error).__name__}: {error}"] = None
+            else:
+                lines |= {f"hfpatch: {r.patch} reverted: {lost}": None} if lost is not None else {}
+    say(list(lines))
+    if blocked:
+        raise RevertError(f"not undone, though all else is: {'; '.join(blocked)}")

@@ -1,0 +1,99 @@
+"""Stacks of layers whose stream is float16 and that no patch of the stream serves: the first thing to be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.model.facts_layers import LayerList, layer_lists
+from hfpatch.model.roles import peeled, stream_dtype, weights_dtype
+from hfpatch.model.survey import Submodel, Survey, inside, starred
+from hfpatch.patching import registry
+from hfpatch.patching.context import Context
+from hfpatch.patching.language import Refused
+from hfpatch.patching.registry import Entry
+
+PATCH = "fp16-residual-overflow"
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """A stack of layers that runs in float16 and keeps its stream there.
+
+    Attributes:
+        path: Of the list of layers; indices of outer lists are `*`.
+        cls: Name of the layers' class.
+        architecture: Of the transformers model around it; empty outside all of them.
+        dtype: Of its stream: `float16`.
+        refused: True if the patch knows the architecture and refuses it, or refuses this model.
+        reason: Why it is not served.
+    """
+
+    path: str
+    cls: str
+    architecture: str
+    dtype: str
+    refused: bool
+    reason: str
+
+    def __str__(self) -> str:
+        what = f"{self.path}, {self.cls} of {self.architecture or 'your own modules'}"
+        return f"{what}, runs in {self.dtype} and is {'refused' if self.refused else 'not served'}: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: path, class, architecture, dtype, refused, reason."""
+        return {("class" if key == "cls" else key): value for key, value in vars(self).items()}
+
+
+def unserved(survey: Survey, compute_dtype: torch.dtype | None = None) -> list[Unserved]:
+    """Return the stacks whose stream is float16 and that `fp16-residual-overflow` does not serve, in module order.
+
+    Args:
+        survey: Of the object.
+        compute_dtype: The dtype it will be run in, where that is not the one of its weights.
+    """
+    entry = registry.get(PATCH)
+    found = (_row(survey, entry, each, compute_dtype) for each in layer_lists(survey))
+    return [row for row in found if row is not None]
+
+
+def _row(survey: Survey, entry: Entry, layers: LayerList, compute_dtype: torch.dtype | None) -> Unserved | None:
+    path, items = next(_lists(survey, layers.path))
+    submodel = survey.holder(f"{path}.{next(iter(items))[0]}")
+    if (compute_dtype or _dtype(survey, submodel, path, items)) is not torch.float16:
+        return None
+    row = Unserved(layers.path, layers.kinds[0].cls, "", "float16", False, "it lies outside all transformers models")
+    if submodel is None:
+        return row
+    row = replace(row, architecture=submodel.architecture)
+    if reason := entry.patch.refuses.get(submodel.architecture):
+        return replace(row, refused=True, reason=reason)
+    if not entry.serves(submodel.architecture):
+        return replace(row, reason="no case proves the patch for this architecture")
+    verdict = entry.patch.condition(Context(survey, submodel, compute_dtype, entry.patch.options))
+    if isinstance(verdict, Refused):
+        return replace(row, refused=True, reason=verdict.reason)
+    if any(inside(path, s.path) or inside(s.path, path) for s in survey.stacks.get(submodel.path, ())):
+        return None
+    return replace(row, reason="the patch widens another stack of this model, not this one")
+
+
+def _lists(survey: Survey, path: str) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
+    for place, module in survey.modules.items():
+        if starred(place) == path:
+            yield place, list(module.named_children())
+
+
+def _dtype(
+    survey: Survey, submodel: Submodel | None, path: str, items: list[tuple[str, nn.Module]]
+) -> torch.dtype | None:
+    """Dtype of a stack's stream: by its embeddings and branches where roles tell them, else of its first layer."""
+    stacks = () if submodel is None else survey.stacks.get(submodel.path, ())
+    for stack in stacks:
+        if submodel is not None and stack.path == path:
+            return stream_dtype(survey, submodel, stack)
+    return weights_dtype(peeled(*items[0])[1])

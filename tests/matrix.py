@@ -1,0 +1,284 @@
+"""Every kind of edit in every wrapper, in both orders: the source of the table in docs/state.md.
+
+`python -m tests.matrix` runs every cell and writes the table. A cell is *works* if the patched outputs are those of the
+patched model without a wrapper, status finds every edit in force, and a revert through the wrapper leaves neither a
+record nor a hook and the stock outputs; *refused* if hfpatch says why in a sentence and nothing was changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.compat import hooks as tables
+from hfpatch.errors import HfpatchError
+from hfpatch.patching.records import records_of
+from tests.interrupts import SUBJECTS, Subject, trials
+from tests.lifecycle import gloo
+
+IDS = (torch.arange(16).reshape(2, 8) * 7 + 3) % 64
+
+
+def call(model: nn.Module) -> torch.Tensor:
+    """Logits, of features before the text where the model takes them."""
+    inner: Any = model
+    while hasattr(inner, "module") or hasattr(inner, "_orig_mod"):
+        inner = inner.module if hasattr(inner, "module") else inner._orig_mod
+    inner = getattr(getattr(inner, "base_model", inner), "model", inner) if hasattr(inner, "peft_config") else inner
+    features = (
+        {"features": torch.linspace(-1, 1, 2 * 3 * 24).reshape(2, 3, 24)} if hasattr(inner, "speech_proj") else {}
+    )
+    with torch.no_grad():
+        return model(input_ids=IDS, **features).logits.float()
+
+
+def peft(model: Any, **words: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    if hasattr(model, "peft_config"):
+        model.add_adapter("third", LoraConfig(r=2, target_modules=["q_proj"]))
+        return model
+    gpt2 = "transformer" in dict(model.named_children())
+    config = LoraConfig(r=2, target_modules=["c_attn"] if gpt2 else ["q_proj"], fan_in_fan_out=gpt2, **words)
+    return get_peft_model(model, config).eval()
+
+
+def saved_modules(model: Any) -> Any:
+    names = [n for n in ("ln_speech", "speech_proj") if hasattr(model, n)]
+    return peft(model, modules_to_save=names or ["lm_head"])
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    gloo()
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    gloo()
+    return fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def compiled_and_called(model: nn.Module) -> nn.Module:
+    wrapped = compiled(model)
+    call(wrapped)
+    return wrapped
+
+
+def device_hooks(model: nn.Module) -> nn.Module:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    return model
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    from accelerate import cpu_offload
+
+    cpu_offload(model, "cpu")
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    inner = getattr(model, "llm", model)
+    inner.gradient_checkpointing_enable()
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda model: model,
+    "PEFT, LoRA": peft,
+    "PEFT, modules_to_save": saved_modules,
+    "DDP": ddp,
+    "DataParallel": nn.DataParallel,
+    "FSDP2": fsdp,
+    "torch.compile": compiled,
+    "torch.compile, called": compiled_and_called,
+    "accelerate, device hooks": device_hooks,
+    "accelerate, offloaded": offloaded,
+    "gradient checkpointing": checkpointed,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301
+}
+ORDERS = ("before", "after")
+"""The wrapper is there before the patch, or comes after it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    kind: str
+    wrapper: str
+    order: str
+    outcome: str
+    """`works`, `refused`, or `FAILS`."""
+    text: str
+
+
+def run(kind: str, wrapper: str, order: str) -> Cell:
+    """Run one cell."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcome, text = _run(SUBJECTS[kind], WRAPPERS[wrapper], order)
+    except HfpatchError as error:
+        outcome, text = "refused", str(error)
+    except AssertionError as error:
+        outcome, text = "FAILS", f"{error}"
+    finally:
+        torch._dynamo.reset()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return Cell(kind, wrapper, order, outcome, text)
+
+
+def _run(subject: Subject, wrap: Callable[[Any], Any], order: str) -> tuple[str, str]:
+    model = subject.make().eval()
+    plain = copy.deepcopy(model)
+    hfpatch.apply(plain, only=subject.patch, verbose=False)
+    wanted = call(plain)
+    stock = call(wrap(copy.deepcopy(model)))
+    torch._dynamo.reset()
+    if order == "before":
+        wrapped = wrap(model)
+        fix = hfpatch.apply(wrapped, only=subject.patch, verbose=False)
+    else:
+        fix = hfpatch.apply(model, only=subject.patch, verbose=False)
+        wrapped = wrap(model)
+    assert fix.edits, "nothing was applied"
+    status = hfpatch.status(wrapped)
+    assert not status.lapsed, str(status)
+    assert status.patches == (subject.patch,), str(status)
+    got = call(wrapped)
+    assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-5), f"outputs differ by {(got - wanted).abs().max():.1e}"
+    try:
+        hfpatch.revert(wrapped)
+        if hfpatch.status(wrapped).edits:  # an obstacle, which is said
+            hfpatch.revert(fix.model)
+            stays = wrapped is fix.model
+            assert bool(hfpatch.status(wrapped).edits) is stays, "the revert left edits"
+            said = "not put back while it is wrapped, and says so" if stays else "put back on the model it holds"
+            return "works", said
+    except hfpatch.errors.RevertError as error:
+        assert "torch._dynamo.reset()" in str(error)
+        torch._dynamo.reset()
+        hfpatch.revert(wrapped)
+        return _ends(wrapped, stock, "revert asks for torch._dynamo.reset() first")
+    return _ends(wrapped, stock, "")
+
+
+def _ends(wrapped: nn.Module, stock: torch.Tensor, text: str) -> tuple[str, str]:
+    torch._dynamo.reset()
+    for module in wrapped.modules():
+        assert not records_of(module), "a record stayed"
+        ours = [h for table in tables.tables(module) for h in table.values() if _ours(h)]
+        assert not ours, f"a hook stayed: {ours}"
+    assert torch.equal(call(wrapped), stock), "the stock outputs did not come back"
+    return "works", text
+
+
+def _ours(hook: object) -> bool:
+    return type(hook).__module__.startswith("hfpatch.patching")
+
+
+FILE = Path(__file__).parent.parent / "docs" / "state.md"
+ALL = [(kind, wrapper, order) for kind in SUBJECTS for wrapper in WRAPPERS for order in ORDERS]
+
+
+def page(cells: list[Cell], interruptions: dict[str, tuple[int, int]]) -> str:
+    """docs/state.md: a row for each wrapper and order, a column for each kind of edit; then the interruptions."""
+    kinds = list(SUBJECTS)
+    found = {(c.kind, c.wrapper, c.order): c for c in cells}
+    notes: dict[str, int] = {}
+
+    def shown(cell: Cell) -> str:
+        text = "; ".join(cell.text.splitlines())
+        if cell.outcome == "refused":
+            text = re.sub(r"^.* and is refused: ", "", text)
+        number = notes.setdefault(text, len(notes) + 1) if text else 0
+        return cell.outcome + (f" [{number}]" if number else "")
+
+    rows = [
+        f"| {wrapper if order == 'before' else ''} | {'wrap, apply' if order == 'before' else 'apply, wrap'} | "
+        + " | ".join(shown(found[kind, wrapper, order]) for kind in kinds)
+        + " |"
+        for wrapper in WRAPPERS
+        for order in ORDERS
+    ]
+    counts = {word: sum(c.outcome == word for c in cells) for word in ("works", "refused", "FAILS")}
+    tried = sum(n for n, _ in interruptions.values())
+    return "\n".join(
+        [
+            "# State",
+            "",
+            "Made by `python -m tests.matrix`, which runs every cell and every interruption. *works*: the outputs are",
+            "those of the patched model without the wrapper, `status` finds every edit in force, and a revert leaves",
+            "no record, no hook and the stock outputs. *refused*: an error with the reason, and nothing is changed.",
+            "",
+            f"{counts['works']} cells work, {counts['refused']} are refused, {counts['FAILS']} fail.",
+            "",
+            f"| wrapper | order | {' | '.join(kinds)} |",
+            f"|---|---|{'---|' * len(kinds)}",
+            *rows,
+            "",
+            "The columns are kinds of edit, each by a patch that makes it: "
+            + ", ".join(f"{kind} (`{subject.patch}`)" for kind, subject in SUBJECTS.items())
+            + ".",
+            "",
+            *(f"{number}. {text}" for text, number in notes.items()),
+            "",
+            "## Interruptions",
+            "",
+            "KeyboardInterrupt and SystemExit at every line of the engine that apply and revert run, each followed by",
+            f"a revert without `only=`: {tried:,} tried, {sum(n for _, n in interruptions.values())} left something.",
+            "",
+            "| kind of edit | tried | left something |",
+            "|---|---|---|",
+            *(f"| {kind} | {tried:,} | {left} |" for kind, (tried, left) in interruptions.items()),
+            "",
+        ]
+    )
+
+
+def documented() -> dict[tuple[str, str, str], str]:
+    """Outcomes in docs/state.md, by kind, wrapper and order."""
+    lines = [line for line in FILE.read_text().splitlines() if line.startswith("|")]
+    kinds = [cell.strip() for cell in lines[0].strip("|").split("|")][2:]
+    out: dict[tuple[str, str, str], str] = {}
+    for (wrapper, order), line in zip([(w, o) for w in WRAPPERS for o in ORDERS], lines[2:], strict=False):
+        cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
+        out |= {(kind, wrapper, order): cell.split(" ")[0] for kind, cell in zip(kinds, cells, strict=True)}
+    return out
+
+
+if __name__ == "__main__":
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    ran: list[Cell] = []
+    for place in ALL:
+        ran.append(run(*place))
+        print(f"{' | '.join(place)}: {ran[-1].outcome} {ran[-1].text[:120]}", flush=True)
+    left: dict[str, tuple[int, int]] = {}
+    for kind in SUBJECTS:
+        results = list(trials(kind))
+        left[kind] = (len(results), sum(bool(what) for _, what in results))
+        print(kind, left[kind], flush=True)
+    FILE.write_text(page(ran, left))

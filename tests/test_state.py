@@ -1,0 +1,394 @@
+"""The model is the truth: what status, plan, apply and revert say and do where records and model part."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import io
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+import hfpatch
+from hfpatch.compat import hooks as tables
+from hfpatch.model.tiny import COMPOSITES, SpeechLLM, tiny_model
+from hfpatch.patching.records import records_of
+from tests.fingerprint import fingerprint
+
+DATA = Path(__file__).parent / "data"
+FP16 = "fp16-residual-overflow"
+
+
+def clear_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for table in tables.tables(module):
+            table.clear()
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits.float()
+
+
+def words(model: nn.Module, patch: str) -> set[str]:
+    return {e.state.word for e in hfpatch.status(model).edits if e.record.patch == patch}
+
+
+class TestHooks:
+    def test_hooks_that_are_gone_are_said_and_set_again(self, gemma: Any, ids: torch.Tensor) -> None:
+        fix = hfpatch.apply(gemma, only=FP16, verbose=False)
+        good = logits(gemma, ids)
+        clear_hooks(gemma)
+        status = hfpatch.status(gemma)
+        assert not status
+        assert status.patches == ()
+        assert words(gemma, FP16) == {"gone"}
+        assert "18 of its edits gone: input dtype of model.layers.0 without its hook" in " ".join(str(status).split())
+        assert status.to_dict()["edits"][0]["state"] == "gone"
+        (made,) = (d for d in hfpatch.plan(gemma).decisions if d.patch == FP16)
+        assert (made.decided, len(made.edits), made.worst) == ("applied", 18, True)
+        assert made.lapsed.startswith(f"{FP16} was applied before and 18 of its edits are gone, first input dtype of")
+        again = hfpatch.apply(gemma, only=FP16, verbose=False)
+        assert torch.equal(logits(gemma, ids), good)
+        assert len(hfpatch.status(gemma).edits) == 18
+        assert fix.status().edits == ()
+        again.revert()
+        assert not logits(gemma, ids).isfinite().all()
+
+    def test_one_that_is_gone_is_one(self, gemma: Any, ids: torch.Tensor) -> None:
+        before = fingerprint(gemma)
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        good = logits(gemma, ids)
+        layer = gemma.model.layers[1].mlp
+        layer._forward_pre_hooks.clear()
+        layer._forward_pre_hooks_with_kwargs.clear()
+        row = next(line for line in str(hfpatch.status(gemma)).splitlines() if line.startswith(FP16))
+        assert "1 gone, 17 here" in row
+        made = hfpatch.plan(gemma, only=FP16)
+        assert [e.path for e in made.edits] == ["model.layers.1.mlp"]
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        assert torch.equal(logits(gemma, ids), good)
+        hfpatch.revert(gemma)
+        assert fingerprint(gemma) == before
+
+    def test_what_is_gone_comes_first_in_what_apply_says(self, gemma: Any, capsys: Any) -> None:
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        clear_hooks(gemma)
+        hfpatch.apply(gemma, only=FP16)
+        first = capsys.readouterr().err.splitlines()[0]
+        assert first.startswith(f"hfpatch: {FP16} was applied before and 18 of its edits are gone")
+
+    def test_a_hook_of_the_users_own_survives_everything(self, gemma: Any) -> None:
+        called: list[int] = []
+        for module in gemma.modules():
+            module.register_forward_pre_hook(lambda *_: called.append(1))
+        before = fingerprint(gemma)
+        fix = hfpatch.apply(gemma, only=FP16, verbose=False)
+        fix.revert()
+        assert fingerprint(gemma) == before
+
+    def test_the_order_of_hooks_stays_when_they_are_lifted_for_a_while(self, gemma: Any, ids: torch.Tensor) -> None:
+        fix = hfpatch.apply(gemma, only=FP16, verbose=False)
+        gemma.model.norm.register_forward_hook(lambda *_: None)
+        before = fingerprint(gemma)
+        fix.verify({"input_ids": ids})
+        assert fingerprint(gemma) == before
+
+
+class TestAttributes:
+    def test_changed_by_somebody(self, tiny: Any, capsys: Any) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        fix = hfpatch.apply(model, verbose=False)
+        model.ln_speech.eps = 1e-3
+        assert words(model, "eps-alignment") == {"changed"}
+        assert "eps of ln_speech is 0.001" in " ".join(str(hfpatch.status(model)).split())
+        (offered,) = (d for d in hfpatch.plan(model).decisions if d.patch == "eps-alignment")
+        assert (offered.decided, offered.worst) == ("opt-in", True)
+        assert hfpatch.plan(model, include="eps-alignment").edits[0].after == 1e-6
+        fix.revert()
+        assert "not put back: ln_speech: eps is 0.001; eps-alignment had set it to 1e-06" in capsys.readouterr().err
+        assert model.ln_speech.eps == 1e-3
+        assert "get_input_embeddings" not in model.__dict__  # everything else went
+        assert hfpatch.status(model).patches == ()
+        hfpatch.revert(model, only="eps-alignment")
+        assert model.ln_speech.eps == 1e-4
+        assert not hfpatch.status(model).edits
+
+    def test_set_again_by_name_and_reverted_to_what_was_first(self, tiny: Any) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        before = fingerprint(model)
+        hfpatch.apply(model, only="eps-alignment", verbose=False)
+        model.ln_speech.eps = 1e-3
+        assert hfpatch.apply(model, verbose=False, exclude=["projection-init", "embed-*"]).edits == ()
+        hfpatch.apply(model, include="eps-alignment", verbose=False, exclude=["projection-init", "embed-*"])
+        assert model.ln_speech.eps == 1e-6
+        hfpatch.revert(model)
+        assert fingerprint(model) == before
+
+    def test_put_back_by_hand_is_gone(self, tiny: Any) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        hfpatch.apply(model, verbose=False)
+        model.ln_speech.eps = 1e-4
+        del model.__dict__["get_input_embeddings"]
+        assert words(model, "eps-alignment") == words(model, "embed-token-resolver") == {"gone"}
+        hfpatch.apply(model, verbose=False)
+        assert model.ln_speech.eps == 1e-6
+        assert set(hfpatch.status(model).patches) >= {"eps-alignment", "embed-token-resolver"}
+
+
+class TestAttention:
+    def test_chosen_anew_by_the_user(self, tiny: Any) -> None:
+        model = tiny("llama").half()
+        model.config._attn_implementation = "eager"
+        hfpatch.apply(model, only="fp32-attention-logits", verbose=False)
+        model.set_attn_implementation("sdpa")
+        assert words(model, "fp32-attention-logits") == {"changed"}
+        assert "attention of the model itself is sdpa" in " ".join(str(hfpatch.status(model)).split())
+        hfpatch.revert(model)
+        assert model.config._attn_implementation == "sdpa"
+        model.set_attn_implementation("eager")
+        assert words(model, "fp32-attention-logits") == {"gone"}
+        hfpatch.revert(model)
+        assert not hfpatch.status(model).edits
+
+    def test_a_save_is_no_change_of_the_config(self, tiny: Any, tmp_path: Path) -> None:
+        model = tiny("llama").half()
+        model.config._attn_implementation = "eager"
+        config = model.config
+        fix = hfpatch.apply(model, only="fp32-attention-logits", verbose=False)
+        model.save_pretrained(tmp_path)
+        fix.revert()
+        assert model.config is config
+        assert model.model.config is config
+
+
+class TestTensors:
+    def test_trained_is_told_on_request(self, tiny: Any) -> None:
+        model = SpeechLLM(tiny("llama"))
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        assert words(model, "projection-init") == {"here"}
+        with torch.no_grad():
+            model.speech_proj.weight.add_(1)
+        assert words(model, "projection-init") == {"here"}
+        told = {e.record.slot: e.state.word for e in hfpatch.status(model, compare=True).edits}
+        assert told == {"tensor weight": "trained", "tensor bias": "here"}
+        assert hfpatch.status(model, compare=True)
+
+    def test_other_embeddings_are_no_conflict_with_itself(self, tiny: Any) -> None:
+        model = SpeechLLM(tiny("llama"))
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        with torch.no_grad():
+            model.llm.get_input_embeddings().weight.mul_(4)
+        (found,) = hfpatch.plan(model, only="projection-init").decisions
+        assert found.decided == "not needed"
+        assert found.reason == "already applied (2 edits)"
+        assert found.otherwise.startswith("tensor weight of speech_proj was set to normal(0, ")
+        assert "would be set to normal(0, " in found.otherwise
+
+
+def test_a_patch_for_another_dtype_is_no_conflict_with_itself(tiny: Any) -> None:
+    """T5, planned for float16: `wo` follows its weights afterwards, which are float32 now."""
+    model = tiny("t5")
+    hfpatch.apply(model, verbose=False, compute_dtype="float16")
+    for chosen in (None, "float16"):
+        (found,) = (d for d in hfpatch.plan(model, compute_dtype=chosen).decisions if d.patch == FP16)
+        assert found.decided == "not needed"
+        assert found.reason.startswith("already applied (")
+    assert hfpatch.apply(model, verbose=False).edits == ()
+    hfpatch.revert(model)
+    assert not hfpatch.status(model).edits
+
+
+def test_modules_that_peft_copied_count_once(tiny: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = SpeechLLM(tiny("gemma3_text"))
+    fix = hfpatch.apply(model, only=["eps-alignment", "projection-init"], verbose=False)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["ln_speech", "speech_proj"]))
+    assert sum(len(records_of(m)) for m in wrapped.modules()) == 2 * len(fix.edits) == 6
+    assert len(hfpatch.status(wrapped).edits) == 3
+    hfpatch.revert(wrapped)
+    assert {m.eps for name, m in wrapped.named_modules() if name.endswith(("original_module", "default")) and hasattr(
+        m, "eps")} == {1e-4}  # fmt: skip
+    assert not any(records_of(m) for m in wrapped.modules())
+
+
+class TestCompiledComposite:
+    def test_written_read_and_restored_in_one_place(self, tiny: Any) -> None:
+        torch._dynamo.reset()
+        model = SpeechLLM(tiny("llama")).eval()
+        compiled = torch.compile(model, backend="eager")
+        before = fingerprint(model)
+        fix = hfpatch.apply(compiled, verbose=False)
+        assert "embed-token-resolver" in fix.status().patches
+        assert compiled.get_input_embeddings() is model.llm.get_input_embeddings()
+        assert hfpatch.apply(compiled, verbose=False).edits == ()
+        fix.revert()
+        assert fingerprint(model) == before
+        with hfpatch.apply(compiled, verbose=False):
+            assert hfpatch.status(model)
+        assert fingerprint(model) == before
+
+    def test_what_a_call_blocks_blocks_nothing_else(self, tiny: Any, ids: torch.Tensor) -> None:
+        torch._dynamo.reset()
+        model = SpeechLLM(tiny("gemma3_text")).half().eval()
+        compiled = torch.compile(model, backend="eager")
+        before = fingerprint(model)
+        fix = hfpatch.apply(compiled, verbose=False)
+        with torch.no_grad():
+            compiled(ids, torch.randn(2, 3, model.speech_proj.in_features).half())
+        with pytest.raises(hfpatch.errors.RevertError, match=r"though all else is: .*torch._dynamo.reset\(\) first"):
+            fix.revert()
+        assert FP16 in hfpatch.status(model).patches
+        assert "get_input_embeddings" not in model.__dict__
+        torch._dynamo.reset()
+        fix.revert()
+        assert fingerprint(model) == before
+
+
+def test_a_blocked_edit_blocks_no_other(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hfpatch.patching import kinds
+
+    model = SpeechLLM(tiny("gemma3_text"))
+    fix = hfpatch.apply(model, verbose=False)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no way back")
+
+    monkeypatch.setattr(kinds.TensorInPlace, "restore", fail)
+    with pytest.raises(hfpatch.errors.RevertError, match=r"projection-init: tensor .* no way back"):
+        fix.revert()
+    assert model.ln_speech.eps == 1e-4
+    monkeypatch.undo()
+    hfpatch.revert(model)
+    assert not hfpatch.status(model).edits
+
+
+OTHER_PROCESS = """
+    import sys, torch, transformers, hfpatch
+    from torch.utils.hooks import RemovableHandle
+    transformers.logging.set_verbosity_error()
+    model = torch.load(sys.argv[1], weights_only=False)
+    ids = torch.load(sys.argv[2])
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    for number in range(600):  # whatever number torch comes to, somebody's hooks come and go
+        RemovableHandle.next_id = number
+        for m in model.modules():
+            m.register_forward_pre_hook(lambda *_: None).remove()
+            RemovableHandle.next_id = number
+            m.register_forward_hook(lambda *_: None).remove()
+            RemovableHandle.next_id = number
+        if number == 1:
+            break
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    with torch.no_grad():
+        loaded = model(input_ids=ids).logits
+    status = hfpatch.status(model)
+    assert all(e.state.word == "here" for e in status.edits), status
+    assert hfpatch.apply(model, verbose=False, exclude=["lora-*"]).edits == ()
+    RemovableHandle.next_id = 0
+    with hfpatch.trace(model) as t, torch.no_grad():
+        model(input_ids=ids)
+    assert t.first_bad is None, t.report()
+    hfpatch.revert(model)
+    left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    again = hfpatch.apply(model, verbose=False, include="suggested")
+    torch.save({"loaded": loaded, "patches": status.patches, "edits": len(status.edits), "left": left}, sys.argv[3])
+"""
+
+
+def in_a_new_process(model: nn.Module, ids: torch.Tensor, folder: Path) -> dict[str, Any]:
+    """Save a model, and let a new process load, run, trace, revert and patch it."""
+    torch.save(model, folder / "model.pt")
+    torch.save(ids, folder / "ids.pt")
+    files = [str(folder / name) for name in ("model.pt", "ids.pt", "out.pt")]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(OTHER_PROCESS), *files], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "out.pt")
+
+
+def test_a_patched_model_in_a_new_process(gemma: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    def own(*_: Any) -> None: ...
+
+    fix = hfpatch.apply(gemma, verbose=False)
+    found = in_a_new_process(gemma, ids, tmp_path)
+    assert torch.equal(found["loaded"], gemma(input_ids=ids).logits)
+    assert (found["edits"], found["left"]) == (len(fix.edits), 0)
+    assert set(found["patches"]) == {d.patch for d in fix.plan.of("applied")}
+
+
+def test_a_modulated_model_in_a_new_process(tiny: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    model = COMPOSITES["modulated"](tiny("llama")).eval()
+    fix = hfpatch.apply(model, verbose=False)
+    assert fix.edits
+    found = in_a_new_process(model, ids, tmp_path)
+    assert torch.equal(found["loaded"], model(input_ids=ids).logits)
+    assert found["edits"] == len(fix.edits)
+
+
+PICKLED = {
+    "speech": {"embed-token-resolver": 1, "eps-alignment": 1, "fp32-attention-logits": 1, FP16: 10},
+    "adapters": {"lora-target-expansion": 1},
+    "modulated": {"sigmoid-modulation": 2},
+    "gpt2": {"fp32-attention-logits": 1, FP16: 11},
+}
+"""Models that release 0.1 patched and pickled, with the edits it said it made."""
+
+
+@pytest.mark.parametrize("name", sorted(PICKLED))
+def test_models_pickled_by_the_first_release_load_and_revert(name: str, ids: torch.Tensor) -> None:
+    with gzip.open(DATA / f"{name}.pt.gz") as file:
+        model: Any = torch.load(io.BytesIO(file.read()), weights_only=False)
+    status = hfpatch.status(model)
+    assert {p: sum(e.record.patch == p for e in status.edits) for p in status.patches} == PICKLED[name]
+    assert {e.state.word for e in status.edits} == {"here"}
+    llm = getattr(model, "llm", model)
+    with torch.no_grad():
+        patched = llm(input_ids=ids).logits
+    assert patched.isfinite().all()
+    hfpatch.revert(model)
+    assert not hfpatch.status(model).edits
+    assert not any(records_of(m) for m in model.modules())
+    hfpatch.apply(model, only=sorted(PICKLED[name]), verbose=False)
+    with torch.no_grad():
+        assert torch.equal(llm(input_ids=ids).logits, patched)
+
+
+def test_hooks_of_an_unpickled_model_are_not_taken_for_others(gemma: Any) -> None:
+    """Release 0.1 numbered hooks as torch does: where a number was handed out again, the hook is gone, and is said."""
+    with gzip.open(DATA / "gpt2.pt.gz") as file:
+        model: Any = torch.load(io.BytesIO(file.read()), weights_only=False)
+    layer = model.transformer.h[0]
+    (number,) = layer._forward_pre_hooks
+    RemovableHandle.next_id = number
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert {e.path for e in hfpatch.status(model).lapsed} == {"transformer.h.0"}
+
+
+def test_copies_are_asked_and_reverted_alone(gemma: Any) -> None:
+    hfpatch.apply(gemma, verbose=False)
+    copied = copy.deepcopy(gemma)
+    clear_hooks(copied)
+    assert hfpatch.status(gemma).lapsed == ()
+    assert len(hfpatch.status(copied).lapsed) == 18
+
+
+def test_a_plan_shows_what_apply_refuses(tiny: Any) -> None:
+    model = tiny("gemma3n_text").half()
+    (found,) = hfpatch.plan(model, only=FP16).decisions
+    assert found.decided == "refused"
+    with pytest.raises(hfpatch.errors.RefusedError, match=f"{FP16} was asked for and is refused: gemma3n_text"):
+        hfpatch.apply(model, only=FP16)
+
+
+def test_tiny_model_has_no_records() -> None:
+    assert not hfpatch.status(tiny_model("llama")).edits

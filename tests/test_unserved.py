@@ -1,0 +1,90 @@
+"""Cases 32 and 62: what runs in float16 and keeps its stream there is named, whoever wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import WhisperModel
+
+import hfpatch
+from hfpatch.model.survey import Survey
+from hfpatch.model.tiny import tiny_model
+from hfpatch.patching.unserved import unserved
+from tests.test_embed import WHISPER
+from tests.test_feeding import Speech, Stages, torchs
+
+
+def rows(model: nn.Module, **words: Any) -> list[tuple[str, str, str, bool]]:
+    return [(r.path, r.cls, r.architecture, r.refused) for r in unserved(Survey(model), **words)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path", "cls", "tower"),
+    [
+        ("llava", "model.vision_tower.encoder.layers", "CLIPEncoderLayer", "clip_vision_model"),
+        ("gemma3", "model.vision_tower.encoder.layers", "SiglipEncoderLayer", "siglip_vision_model"),
+        ("qwen2_audio", "model.audio_tower.layers", "Qwen2AudioEncoderLayer", "qwen2_audio_encoder"),
+        ("qwen2_vl", "model.visual.blocks", "Qwen2VLVisionBlock", "qwen2_vl_vision"),
+    ],
+)
+def test_a_float16_tower_is_named_and_what_is_served_is_not(architecture: str, path: str, cls: str, tower: str) -> None:
+    model = tiny_model(architecture).half()
+    assert rows(model) == [(path, cls, tower, False)]
+    assert rows(model, compute_dtype=torch.bfloat16) == []
+    (row,) = unserved(Survey(model))
+    assert str(row) == (
+        f"{path}, {cls} of {tower}, runs in float16 and is not served: no case proves the patch for this architecture"
+    )
+    assert row.to_dict() == {
+        "path": path, "class": cls, "architecture": tower, "dtype": "float16", "refused": False, "reason": row.reason,
+    }  # fmt: skip
+    model.get_submodule(path.rpartition(".")[0]).float()
+    assert rows(model) == []
+    assert rows(model, compute_dtype=torch.float16) == [(path, cls, tower, False)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "whisper", "qwen3_next", "mixtral"])
+def test_a_served_model_has_no_row(architecture: str) -> None:
+    model = tiny_model(architecture).half()
+    assert rows(model) == []
+    hfpatch.apply(model, verbose=False)
+    assert rows(model) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["olmo2", "llava", "llama"])
+def test_other_dtypes_have_no_row(architecture: str, dtype: torch.dtype) -> None:
+    assert rows(tiny_model(architecture).to(dtype)) == []
+
+
+def test_a_refused_architecture_says_why() -> None:
+    (row,) = unserved(Survey(tiny_model("olmo2").half()))
+    assert (row.path, row.refused) == ("model.layers", True)
+    assert "raw stream" in row.reason
+
+
+def test_encoders_outside_transformers() -> None:
+    assert rows(Speech(torchs(24)).half()) == [("encoder.layers", "TransformerEncoderLayer", "", False)]
+    assert [r[0] for r in rows(Speech(Stages(24)).half())] == ["encoder.stages.*"]
+    model = Speech(torchs(24)).half()
+    model.encoder.float()
+    assert rows(model) == []
+
+
+def test_a_speech_encoder_beside_a_language_model() -> None:
+    model = nn.ModuleDict({"speech": WhisperModel(WHISPER).encoder, "llm": tiny_model("llama")}).half()
+    assert rows(model) == []  # whisper's encoder is served
+    model["llm"].float()
+    assert rows(model) == []
+
+
+def test_layers_that_cannot_be_looked_through(ids: torch.Tensor) -> None:
+    from tests.test_wrapped import Around, CastsByHand, wrapped
+
+    assert rows(wrapped("llama", Around, ids)) == []
+    (row,) = unserved(Survey(wrapped("llama", CastsByHand, ids)))
+    assert (row.path, row.refused) == ("model.layers", True)
+    assert row.reason.startswith("model.layers.0 is a CastsByHand")
