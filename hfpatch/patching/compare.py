@@ -304,7 +304,7 @@ def _on_casts(casts: CastsSeen, by_hand: bool) -> list[str]:
     """Casts that the model makes by hand."""
     where = _listed(f"{place} ({count} times)" if count > 1 else place for place, count in casts.places.items())
     stayed = f"casts to half precision in the model's own code stayed, in float32 too: {where}" if where else ""
-    fed = "what goes into a part is cast to the dtype of its weights in each row; the model's own casts stayed"
+    fed = "in another dtype, what goes into a part is cast to that of its weights; the model's own casts stayed"
     return list(filter(None, [fed if by_hand else "", stayed]))
 
 
