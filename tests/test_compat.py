@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hfpatch.compat import hooks, sharding
+from hfpatch.compat import hooks, initial, sharding
+from hfpatch.testing import tiny_model
 from tests import lifecycle
 
 
@@ -87,6 +88,39 @@ def test_hooks_are_found_again_on_a_copy() -> None:
     hooks.drop(copied, hooks.keys(layer, [hook]))
     assert not copied._forward_hooks
     assert layer._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "m2m_100", "falcon_h1"])
+def test_a_model_on_meta_is_filled_as_transformers_fills_it(name: str) -> None:
+    """Dtypes of a build on meta are those of a build on the CPU; what is filled has the values of that build."""
+    model = tiny_model(name)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+        hollow = initial.without_weights(type(model), model.config, dtype)
+        assert {n: b.dtype for n, b in hollow.named_buffers()} == {n: b.dtype for n, b in made.named_buffers()}
+        assert all(p.is_meta for p in hollow.parameters())
+    was = torch.get_rng_state()
+    tables = {
+        "llama": "model.rotary_emb",
+        "gemma3_text": "model.embed_tokens",
+        "m2m_100": "model.encoder.embed_positions",
+    }
+    if name in tables:
+        module = hollow.get_submodule(tables[name])
+        for buffer in dict(module.named_buffers()):
+            there = module.get_buffer(buffer)
+            setattr(module, buffer, torch.full(there.shape, torch.nan, dtype=there.dtype, device="cpu"))
+        initial.fill(hollow, module)
+        for buffer, value in module.named_buffers():
+            assert torch.equal(value, made.get_submodule(tables[name]).get_buffer(buffer))
+    assert torch.equal(torch.get_rng_state(), was)
+
+
+def test_the_default_dtype_comes_back() -> None:
+    with pytest.raises(KeyboardInterrupt), initial.default_dtype(torch.float64):
+        assert torch.ones(1).dtype == torch.float64
+        raise KeyboardInterrupt
+    assert torch.ones(1).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey, inside, starred, stock_class, without_copy
 
 HALF = (torch.float16, torch.bfloat16)
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "token_adapter")
 """Names in a path that a wrapper put there."""
 
 State = Literal["as made", "rounded", "changed", "persistent"]
@@ -155,14 +155,23 @@ def _filled(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, 
     for name, buffer in fresh.items():
         value = buffer if not buffer.is_meta else torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
         module.__dict__["_buffers"][name] = value
-    try:
-        initial.fill(model, module)
-    except (*REJECTIONS, NotImplementedError):
-        return
-    for name in fresh:
-        value = module.__dict__["_buffers"][name]
-        if not bool(value.isnan().any()):
-            yield name, value
+    for place in _upwards(path, owner):  # some are filled by what holds their module
+        try:
+            initial.fill(model, modules[place])
+        except (*REJECTIONS, NotImplementedError):
+            return
+        values = {n: module.__dict__["_buffers"][n] for n in fresh}
+        if not any(v.is_meta or bool(v.isnan().any()) for v in values.values()):
+            yield from values.items()
+            return
+
+
+def _upwards(path: str, owner: str) -> Iterator[str]:
+    """A path, and those of the modules around it, up to the owner's."""
+    while path != owner:
+        yield path
+        path = path.rpartition(".")[0]
+    yield owner
 
 
 def _made_again(module: nn.Module) -> dict[str, torch.Tensor]:

