@@ -64,6 +64,12 @@ def calls(model: nn.Module) -> dict[tuple[str, str, int], int]:
     return {where: found.called for where, found in there(model).items()}
 
 
+def verified(model: Any, _folder: Path) -> None:
+    proof = hfpatch.verify(model, BATCH, runs=["as it is", "bfloat16 weights"])
+    assert proof.reference.finite
+    assert proof["bfloat16 weights"].kl > 0
+
+
 def traced(model: Any, _folder: Path) -> None:
     with hfpatch.trace(model) as healthy:
         model(**BATCH).loss.backward()
@@ -116,6 +122,7 @@ def overflown(model: Any, _folder: Path) -> None:
 
 WAYS: dict[str, Callable[[Any, Path], None]] = {
     "trace": traced,
+    "verify": verified,
     "guard": guarded,
     "check": checked,
     "modulation": modulated,

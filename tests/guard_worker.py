@@ -210,9 +210,10 @@ def ruin(mode: str, folder: str) -> None:
 def leave() -> NoReturn:
     """End this rank, whose results are written.
 
-    Gloo's threads outlive `destroy_process_group` where DDP or FSDP was used, and one that lets go of a tensor while
-    the interpreter shuts down ends in `terminate called without an active exception` (pytorch/pytorch#179291). There
-    is no way to wait for them, so the interpreter is not shut down.
+    Gloo's threads outlive `destroy_process_group` where DDP or FSDP was used (seen on torch 2.13). A thread that lets
+    go of a tensor while the interpreter shuts down is what pytorch/pytorch#179291 says `terminate called without an
+    active exception` comes from; that was seen here about once in five runs, and not again since. There is no way to
+    wait for those threads, so the interpreter is not shut down.
     """
     dist.barrier()
     dist.destroy_process_group()

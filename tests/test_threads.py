@@ -53,7 +53,6 @@ def hooks(model: nn.Module) -> list[tuple[str, str, int]]:
     return [(path, name, len(getattr(m, name))) for path, m in model.named_modules() for name in HOOKS]
 
 
-@pytest.mark.xfail(strict=False, reason="until apply and revert hold a lock")
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_apply_and_revert_from_two_threads(wrapped: bool) -> None:
