@@ -22,7 +22,10 @@ from torch import nn
 import hfpatch
 from hfpatch.compat import hooks as tables
 from hfpatch.errors import HfpatchError
+from hfpatch.patching import registry
 from hfpatch.patching.records import records_of
+from hfpatch.patching.trial import build
+from tests.fingerprint import fingerprint
 from tests.interrupts import SUBJECTS, Subject, trials
 from tests.lifecycle import gloo
 
@@ -201,8 +204,25 @@ FILE = Path(__file__).parent.parent / "docs" / "state.md"
 ALL = [(kind, wrapper, order) for kind in SUBJECTS for wrapper in WRAPPERS for order in ORDERS]
 
 
-def page(cells: list[Cell], interruptions: dict[str, tuple[int, int]]) -> str:
-    """docs/state.md: a row for each wrapper and order, a column for each kind of edit; then the interruptions."""
+def patch_row(patch_id: str) -> Cell:
+    """A patch on the first of its repros that runs here: applied, found by status, reverted."""
+    entry = registry.get(patch_id)
+    case = next((c for c in entry.patch.repros if c.device == "cpu"), None)
+    if case is None:
+        return Cell(patch_id, "nothing", "before", "not run", f"{entry.patch.repros[0]}: needs a GPU")
+    model = build(case).model
+    before = fingerprint(model)
+    fix = hfpatch.apply(
+        model, include=patch_id, exclude=[i for i in registry.entries() if i != patch_id], verbose=False
+    )
+    words = {e.state.word for e in fix.status().edits}
+    hfpatch.revert(model)
+    fine = bool(fix.edits) and words == {"here"} and fingerprint(model) == before
+    return Cell(patch_id, "nothing", "before", "works" if fine else "FAILS", f"{case}, {len(fix.edits)} edits")
+
+
+def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[int, int]]) -> str:
+    """docs/state.md: a row for each wrapper and order, a column for each kind of edit; patches; interruptions."""
     kinds = list(SUBJECTS)
     found = {(c.kind, c.wrapper, c.order): c for c in cells}
     notes: dict[str, int] = {}
@@ -243,6 +263,14 @@ def page(cells: list[Cell], interruptions: dict[str, tuple[int, int]]) -> str:
             "",
             *(f"{number}. {text}" for text, number in notes.items()),
             "",
+            "## Patches",
+            "",
+            "Each on one of its own cases: applied, found in force by `status`, reverted to what was, byte for byte.",
+            "",
+            "| patch | outcome | case |",
+            "|---|---|---|",
+            *(f"| `{row.kind}` | {row.outcome} | {row.text} |" for row in patches),
+            "",
             "## Interruptions",
             "",
             "KeyboardInterrupt and SystemExit at every line of the engine that apply and revert run, each followed by",
@@ -281,4 +309,4 @@ if __name__ == "__main__":
         results = list(trials(kind))
         left[kind] = (len(results), sum(bool(what) for _, what in results))
         print(kind, left[kind], flush=True)
-    FILE.write_text(page(ran, left))
+    FILE.write_text(page(ran, [patch_row(patch_id) for patch_id in registry.entries()], left))
