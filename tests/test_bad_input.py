@@ -109,7 +109,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tup
         lambda: {"model": model(), "verbose": False},
         ("model", "verbose", "only", "include", "exclude", "added_modules", "compute_dtype", "options"),
     ),
-    "status": (hfpatch.status, dict, ("model",)),
+    "status": (hfpatch.status, lambda: {"model": model()}, ("model", "compare")),
+    "verify": (
+        hfpatch.verify,
+        lambda: {"model": model(), "batch": {"input_ids": torch.arange(8)[None]}, "runs": ["as it is"]},
+        ("model", "batch", "runs"),
+    ),
     "revert": (hfpatch.revert, lambda: {"model": model()}, ("model", "only", "exclude")),
     "trace": (
         traced, lambda: {"model": model()}, ("model", "steps", "epochs", "ranks", "backward", "level", "progress"),
@@ -202,7 +207,7 @@ def test_absurd_arguments_get_a_sentence(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_public_function_is_in_the_table() -> None:
-    results = {"Applied", "Hazards", "LoraTargets", "ModelInfo", "Outcome", "Plan", "ScanReport", "Status"}
+    results = {"Applied", "Hazards", "LoraTargets", "ModelInfo", "Outcome", "Plan", "Proof", "ScanReport", "Status"}
     public = set(hfpatch.__all__) - results - {"errors", "__version__"}
     assert public <= FUNCTIONS.keys()
     assert {"BoundedModulation", "ModulationAdapter"} <= FUNCTIONS.keys()

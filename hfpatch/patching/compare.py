@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.patching.answer import Answer, Batch, answer, compared, prepared, score
@@ -133,7 +134,7 @@ def _chosen(ways: list[Way], runs: Names) -> list[Way]:
         return ways
     wanted: Any = [runs] if isinstance(runs, str) else runs
     if not isinstance(wanted, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in wanted):  # pyright: ignore[reportUnknownVariableType]
-        raise InputError(f"runs= takes names of rows, got {runs!r}")
+        raise InputError(f"runs= takes names of rows, got {shown(runs)}")
     known = [w.name for w in ways]
     if unknown := [n for n in wanted if n not in (REFERENCE, *known)]:  # pyright: ignore[reportUnknownVariableType]
         raise InputError(f"runs={unknown[0]!r}: no such row for this model; there are: {'; '.join(known)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.given import FLAG, want
 from hfpatch.model.survey import root_module, without_copy
 from hfpatch.patching.edits import state_of
 from hfpatch.patching.records import Record, State, Word, logged, show
@@ -133,6 +134,7 @@ def status(model: object, *, compare: bool = False) -> Status:
     Raises:
         NotAModelError: `model` holds no torch module.
     """
+    want("status", compare=(compare, FLAG))
     return status_of(root_module(model), None, compare=compare)
 
 
