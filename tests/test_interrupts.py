@@ -82,6 +82,43 @@ def test_whatever_a_forward_raises_no_function_of_torch_is_another_afterwards(er
     assert torch._C._len_torch_function_stack() == 0
 
 
+def test_what_is_compiled_after_an_interruption_is_its_own() -> None:
+    """The first function of torch after the interruption is one that torch.compile traces."""
+    torch._dynamo.reset()
+    model, _ = bounded()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    model.gate.during = stop
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(2, 8))
+    compiled = torch.compile(lambda x: 1 + torch.tanh(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(TWO), STOCK)
+    model.gate.during = None
+    model(torch.randn(2, 8))
+    assert torch.equal(compiled(TWO), STOCK)
+
+
+def test_what_is_compiled_inside_a_patched_call_is_patched_and_compiled_once() -> None:
+    torch._dynamo.reset()
+    model, _ = bounded()
+    graphs: list[Any] = []
+    seen: list[torch.Tensor] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: 1 + torch.tanh(x), backend=backend, fullgraph=True)
+    model.gate.during = lambda: seen.append(compiled(TWO))
+    for _ in range(3):
+        model(torch.randn(2, 8))
+    assert len(graphs) == 1
+    assert torch.equal(seen[0], seen[2])
+    assert float(seen[0]) < 1.5 < float(STOCK)
+
+
 def test_in_every_thread() -> None:
     model, _ = bounded()
     seen: list[bool] = []

@@ -11,6 +11,7 @@ second pair of hooks hides their additions from the mode.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -158,7 +159,7 @@ class Bounding(Watch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, as `Watch` does while the call lasts."""
-        if not torch.compiler.is_compiling() and is_over(self):
+        if _is_over_now(self):
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -217,7 +218,7 @@ class Blind(TorchFunctionMode):
         """Run a function; a sum with 1 gets an alias of its tensor."""
         kwargs = kwargs or {}
         added = _one_and(args, kwargs) if func.__name__ in ADD else None
-        if added is not None and (torch.compiler.is_compiling() or not is_over(self)):
+        if added is not None and not _is_over_now(self):
             args = tuple(torch.ops.aten.alias(a) if a is added else a for a in args)
             kwargs = {k: torch.ops.aten.alias(v) if v is added else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
@@ -267,7 +268,9 @@ class Enter:
             return
         frame = sys._getframe().f_back
         clear_over()
-        _push_mode(Blind(frame) if self.bounds is None else Bounding(self.bounds, module, frame))
+        mode = Blind(frame) if self.bounds is None else Bounding(self.bounds, module, frame)
+        entered.modes = (*(m for m in entered.modes if not m.over), mode)
+        _push_mode(mode)
 
 
 class Leave:
@@ -349,6 +352,33 @@ def is_over(mode: Bounding | Blind) -> bool:
         if frame is None:
             end(mode)
     return mode.over
+
+
+def _is_over_now(mode: Bounding | Blind) -> bool:
+    """True if the call a mode was entered for is over; also asked by code that torch.compile traces."""
+    if not torch.compiler.is_compiling():
+        return is_over(mode)
+    end_those_over()
+    return mode.over
+
+
+class _Entered(threading.local):
+    modes: tuple[Bounding | Blind, ...] = ()
+
+
+entered = _Entered()
+"""The modes that this thread entered and that are not known to be over."""
+
+
+@torch.compiler.assume_constant_result
+def end_those_over() -> bool:
+    """End the modes of this thread whose calls are over, and return True.
+
+    torch.compile runs it once, while it traces code that cannot read Python's stack itself.
+    """
+    for mode in entered.modes:
+        is_over(mode)
+    return True
 
 
 def end(mode: Bounding | Blind) -> None:
