@@ -141,8 +141,7 @@ def _put(module: nn.Module, record: Record, values: torch.Tensor) -> None:
     if tensor is not None and tensor.shape == values.shape:
         if elsewhere := _elsewhere(tensor):
             raise RuntimeError(f"it is {elsewhere}")
-        with torch.no_grad():
-            tensor.copy_(values)
+        tensor.detach().copy_(values)  # an interruption as torch.no_grad ends would leave gradients off for good
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
