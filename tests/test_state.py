@@ -50,7 +50,7 @@ class TestHooks:
         assert not status
         assert status.patches == ()
         assert words(gemma, FP16) == {"gone"}
-        assert "18 of its edits gone: input dtype of model.layers.0 without its hook" in " ".join(str(status).split())
+        assert "18 of its edits are gone: input dtype of model.layers.0 is without its hook" in " ".join(str(status).split())
         assert status.to_dict()["edits"][0]["state"] == "gone"
         (made,) = (d for d in hfpatch.plan(gemma).decisions if d.patch == FP16)
         assert (made.decided, len(made.edits), made.worst) == ("applied", 18, True)
@@ -167,6 +167,53 @@ class TestAttention:
         fix.revert()
         assert model.config is config
         assert model.model.config is config
+
+
+    @pytest.mark.parametrize("first", ["vision_tower", "language_model"])
+    def test_two_submodels_of_one_config_at_two_times_in_any_order(self, first: str) -> None:
+        """The second edit copies the copies of the first, and outlives it."""
+        model: Any = tiny_model("llava").half()
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation_internal = "eager"
+        parts = {name: model.model.get_submodule(name) for name in ("vision_tower", "language_model")}
+        (second,) = set(parts) - {first}
+        configs = {name: (m, m.config) for name, m in model.named_modules() if hasattr(m, "config")}
+        parts[second].float()
+        fixes = [hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False)]
+        parts[second].half()
+        fixes.append(hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False))
+        assert [[e.path for e in fix.edits] for fix in fixes] == [[f"model.{first}"], [f"model.{second}"]]
+        copies = [copy.deepcopy(model) for _ in range(2)]
+        fixes[0].revert()
+        assert parts[first].config._attn_implementation == "eager"
+        assert parts[second].config._attn_implementation.startswith("hfpatch_")
+        assert [(e.path, e.state.word) for e in hfpatch.status(model).edits] == [(f"model.{second}", "here")]
+        fixes[1].revert()
+        assert all(m.config is config for m, config in configs.values())
+        assert {c._attn_implementation for _, c in configs.values()} == {"eager"}
+        hfpatch.revert(copies[0])
+        for name in (first, second):
+            hfpatch.revert(copies[1].model.get_submodule(name))
+        for copied in copies:
+            assert not hfpatch.status(copied).edits
+            assert {m.config._attn_implementation for m in copied.modules() if hasattr(m, "config")} == {"eager"}
+            assert copied.config.text_config._attn_implementation == "eager"
+
+    def test_a_layer_from_before_is_seen_and_mended(self, tiny: Any, ids: torch.Tensor) -> None:
+        model = tiny("llama").half()
+        model.config._attn_implementation = "eager"
+        older = copy.deepcopy(model.model.layers[0])
+        hfpatch.apply(model, only="fp32-attention-logits", verbose=False)
+        good = logits(model, ids)
+        model.model.layers[0] = older
+        (edit,) = hfpatch.status(model).edits
+        assert (edit.state.word, edit.state.now) == ("gone", "eager in model.layers.0.self_attn")
+        hfpatch.apply(model, only="fp32-attention-logits", verbose=False)
+        assert torch.equal(logits(model, ids), good)
+        assert words(model, "fp32-attention-logits") == {"here"}
+        hfpatch.revert(model)
+        assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"eager"}
 
 
 class TestTensors:
