@@ -94,6 +94,50 @@ class TestHooks:
         fix.revert()
         assert fingerprint(gemma) == before
 
+    def test_hooks_cleared_without_their_flags_leave_none(self, gemma: Any) -> None:
+        before = fingerprint(gemma)
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        for module in gemma.modules():
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        assert words(gemma, FP16) == {"gone"}
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        hfpatch.revert(gemma)
+        assert fingerprint(gemma) == before
+
+    def test_registered_again_otherwise_is_gone(self, gemma: Any, ids: torch.Tensor) -> None:
+        """Somebody keeps the hooks and registers them without their keyword arguments: then they do nothing."""
+        before = fingerprint(gemma)
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        good = logits(gemma, ids)
+        layer = gemma.model.layers[0]
+        kept = list(layer._forward_pre_hooks.values())
+        layer._forward_pre_hooks.clear()
+        for hook in kept:
+            layer.register_forward_pre_hook(hook)
+        assert [e.path for e in hfpatch.status(gemma).lapsed] == ["model.layers.0"]
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        assert torch.equal(logits(gemma, ids), good)
+        hfpatch.revert(gemma)
+        assert fingerprint(gemma) == before
+
+    @pytest.mark.parametrize("action", ["revert", "apply"])
+    def test_a_call_during_which_hooks_come_or_go(self, gemma: Any, ids: torch.Tensor, action: str) -> None:
+        """torch has listed a module's hooks already when another thread, or a hook, takes them off."""
+        fix = hfpatch.apply(gemma, only=FP16, verbose=False)
+        done: list[int] = []
+
+        def during(*_: Any) -> None:
+            if not done:
+                done.append(1)
+                fix.revert()
+                if action == "apply":
+                    hfpatch.apply(gemma, only=FP16, verbose=False)
+
+        gemma.model.layers[0].register_forward_pre_hook(during, prepend=True)
+        logits(gemma, ids)
+        assert bool(hfpatch.status(gemma)) == (action == "apply")
+
     def test_the_order_of_hooks_stays_when_they_are_lifted_for_a_while(self, gemma: Any, ids: torch.Tensor) -> None:
         fix = hfpatch.apply(gemma, only=FP16, verbose=False)
         gemma.model.norm.register_forward_hook(lambda *_: None)

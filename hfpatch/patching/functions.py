@@ -256,8 +256,10 @@ class Enter:
         self.bounds = bounds
         self.traced: list[TorchFunctionMode] = []  # of the call torch.compile is tracing: the stack is not to be read
 
-    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Enter; modes of calls that are over go first."""
+    def __call__(self, module: nn.Module, _args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """Enter; modes of calls that are over go first. Without `kwargs` it was taken off during this call."""
+        if kwargs is None:
+            return
         compiling = torch.compiler.is_compiling()
         if self.bounds is not None and self.bounds.eager and (compiling or _dynamo_is_on()):
             raise RefusedError(NOT_COMPILED)
