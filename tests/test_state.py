@@ -50,7 +50,9 @@ class TestHooks:
         assert not status
         assert status.patches == ()
         assert words(gemma, FP16) == {"gone"}
-        assert "18 of its edits are gone: input dtype of model.layers.0 is without its hook" in " ".join(str(status).split())
+        assert "18 of its edits are gone: input dtype of model.layers.0 is without its hook" in " ".join(
+            str(status).split()
+        )
         assert status.to_dict()["edits"][0]["state"] == "gone"
         (made,) = (d for d in hfpatch.plan(gemma).decisions if d.patch == FP16)
         assert (made.decided, len(made.edits), made.worst) == ("applied", 18, True)
@@ -212,7 +214,6 @@ class TestAttention:
         assert model.config is config
         assert model.model.config is config
 
-
     @pytest.mark.parametrize("first", ["vision_tower", "language_model"])
     def test_two_submodels_of_one_config_at_two_times_in_any_order(self, first: str) -> None:
         """The second edit copies the copies of the first, and outlives it."""
@@ -272,6 +273,55 @@ class TestTensors:
         assert told == {"tensor weight": "trained", "tensor bias": "here"}
         assert hfpatch.status(model, compare=True)
 
+    @pytest.mark.parametrize("meanwhile", [torch.float16, torch.bfloat16])
+    def test_half_precision_and_back_is_no_training(self, tiny: Any, meanwhile: torch.dtype) -> None:
+        model = SpeechLLM(tiny("llama"))
+        before = fingerprint(model)
+        fix = hfpatch.apply(model, only="projection-init", verbose=False)
+        model.speech_proj.to(meanwhile)
+        assert {e.state.word for e in hfpatch.status(model, compare=True).edits} == {"here"}
+        model.speech_proj.float()
+        assert {e.state.word for e in hfpatch.status(model, compare=True).edits} == {"here"}
+        fix.revert()
+        assert fingerprint(model) == before
+
+    def test_a_tensor_of_another_shape_is_gone(self, tiny: Any, capsys: Any) -> None:
+        model = SpeechLLM(tiny("llama"))
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        model.speech_proj.weight = nn.Parameter(torch.zeros(5, 5))
+        told = {e.record.slot: (e.state.word, e.state.now) for e in hfpatch.status(model).edits}
+        assert told == {"tensor weight": ("gone", "of shape (5, 5)"), "tensor bias": ("here", "")}
+        hfpatch.revert(model)
+        assert capsys.readouterr().err == ""
+        assert not hfpatch.status(model).edits
+        assert torch.equal(model.speech_proj.weight, torch.zeros(5, 5))
+
+    def test_a_parametrized_tensor_is_not_put_back_in_silence(self, tiny: Any, capsys: Any) -> None:
+        from torch.nn.utils import parametrize
+
+        class Half(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x / 2
+
+            def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+        model = SpeechLLM(tiny("llama"))
+        was = model.speech_proj.weight.detach().clone()
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        parametrize.register_parametrization(model.speech_proj, "weight", Half())
+        told = {e.record.slot: e.state.word for e in hfpatch.status(model).edits}
+        assert told == {"tensor weight": "changed", "tensor bias": "here"}
+        hfpatch.revert(model)
+        assert "not put back: speech_proj: tensor weight is computed from other tensors" in capsys.readouterr().err
+        with pytest.raises(hfpatch.errors.RevertError, match="it is computed from other tensors"):
+            hfpatch.revert(model, only="projection-init")
+        assert words(model, "projection-init") == {"changed"}
+        parametrize.remove_parametrizations(model.speech_proj, "weight")
+        hfpatch.revert(model)
+        assert torch.equal(model.speech_proj.weight, was)
+        assert not hfpatch.status(model).edits
+
     def test_other_embeddings_are_no_conflict_with_itself(self, tiny: Any) -> None:
         model = SpeechLLM(tiny("llama"))
         hfpatch.apply(model, only="projection-init", verbose=False)
@@ -295,6 +345,42 @@ def test_a_patch_for_another_dtype_is_no_conflict_with_itself(tiny: Any) -> None
     assert hfpatch.apply(model, verbose=False).edits == ()
     hfpatch.revert(model)
     assert not hfpatch.status(model).edits
+
+
+class TestAdapters:
+    def test_another_adapter_of_the_same_name_keeps_its_targets(self, tiny: Any) -> None:
+        from peft import LoraConfig
+
+        model: Any = COMPOSITES["lora-qv"](tiny("llama"))
+        fix = hfpatch.apply(model, only="lora-target-expansion", verbose=False)
+        model.delete_adapter("default")
+        assert words(model, "lora-target-expansion") == {"gone"}
+        model.add_adapter("default", LoraConfig(r=2, target_modules=["k_proj"]))
+        assert words(model, "lora-target-expansion") == {"gone"}
+        before = {n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ()) and "k_proj" in n}
+        fix.revert()
+        assert model.peft_config["default"].target_modules == {"k_proj"}
+        assert {n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ())} == before
+        assert not hfpatch.status(model).edits
+
+    def test_a_block_replaced_by_its_copy_is_reverted_too(self, tiny: Any, ids: torch.Tensor) -> None:
+        model: Any = COMPOSITES["lora-qv"](tiny("llama"))
+        stock = logits(model, ids)
+        adapted = [n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ())]
+        fix = hfpatch.apply(model, only="lora-target-expansion", verbose=False)
+        layers = model.base_model.model.model.layers
+        layers[0] = copy.deepcopy(layers[0])
+        inside = {id(p) for p in model.parameters()}
+        assert all(id(p) in inside for p in fix.new_parameters)
+        assert words(model, "lora-target-expansion") == {"here"}
+        layers[1] = copy.deepcopy(layers[1])
+        layers[1].mlp.up_proj = layers[1].mlp.up_proj.base_layer
+        (edit,) = hfpatch.status(model).edits
+        assert (edit.state.word, "model.layers.1.mlp.up_proj" in edit.state.now) == ("gone", True)
+        fix.revert()
+        assert [n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ())] == adapted
+        assert type(layers[0].mlp.up_proj) is nn.Linear
+        assert torch.equal(logits(model, ids), stock)
 
 
 def test_modules_that_peft_copied_count_once(tiny: Any) -> None:
