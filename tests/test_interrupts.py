@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hfpatch
+import hfpatch.numerics.modulation
 from hfpatch.model.tiny import COMPOSITES, tiny_model
 from tests.interrupts import SUBJECTS, trials
 
@@ -172,6 +173,26 @@ def test_a_revert_during_the_forward_it_reverts() -> None:
     model.gate.during = None
     nn.init.constant_(model.gate.b.bias, 100.0)
     assert torch.equal(model(torch.ones(1, 8)), torch.full((1, 8), 2.0))
+
+
+class HandWrittenGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1 + torch.tanh(0.8 * x))
+
+
+def test_a_gelu_put_inside_after_the_patch_is_seen_and_left_alone_again() -> None:
+    model, fix = bounded()
+    nn.init.normal_(model.gate.b.weight)
+    x = torch.randn(2, 8)
+    model.gate.a = nn.Sequential(model.gate.a, HandWrittenGelu())
+    factor = hfpatch.numerics.modulation.delta(model.gate.b(model.gate.a(x)), 0.5, 1.5) + 1
+    (edit,) = fix.status().edits
+    assert edit.state.word == "gone"
+    assert "a new HandWrittenGelu" in edit.state.now
+    hfpatch.apply(model, only="sigmoid-modulation", added_modules=["gate"], verbose=False)
+    assert torch.allclose(model(x), x * factor)
+    hfpatch.revert(model)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 def test_a_gelu_inside_an_interrupted_call_is_its_own() -> None:

@@ -96,6 +96,22 @@ class TestHooks:
         fix.revert()
         assert fingerprint(gemma) == before
 
+    def test_the_layer_a_cast_follows_is_replaced(self, gemma: Any, ids: torch.Tensor) -> None:
+        class Around(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.inner(x)
+
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        good = logits(gemma, ids)
+        for layer in gemma.model.layers:
+            layer.self_attn.q_proj = Around(layer.self_attn.q_proj)
+            layer.mlp.gate_proj = Around(layer.mlp.gate_proj)
+        assert torch.equal(logits(gemma, ids), good)
+
     def test_hooks_cleared_without_their_flags_leave_none(self, gemma: Any) -> None:
         before = fingerprint(gemma)
         hfpatch.apply(gemma, only=FP16, verbose=False)
@@ -177,6 +193,28 @@ class TestAttributes:
         assert model.ln_speech.eps == 1e-6
         hfpatch.revert(model)
         assert fingerprint(model) == before
+
+    @pytest.mark.parametrize("value", [torch.tensor([1e-3, 2e-3]), torch.tensor(1e-6), None, "small"])
+    def test_set_to_something_odd(self, tiny: Any, capsys: Any, value: object) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        fix = hfpatch.apply(model, only="eps-alignment", verbose=False)
+        model.ln_speech.eps = value
+        assert words(model, "eps-alignment") == {"changed"}
+        fix.revert()
+        assert "hfpatch: not put back: ln_speech: eps is " in capsys.readouterr().err
+        assert model.ln_speech.eps is value
+        hfpatch.revert(model, only="eps-alignment")
+        assert model.ln_speech.eps == 1e-4
+
+    def test_deleted_is_gone_and_given_back(self, tiny: Any) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        hfpatch.apply(model, only="eps-alignment", verbose=False)
+        del model.ln_speech.eps
+        assert "one of its edits is gone: eps of ln_speech is not there: " in " ".join(
+            str(hfpatch.status(model)).split()
+        )
+        hfpatch.revert(model)
+        assert model.ln_speech.eps == 1e-4
 
     def test_put_back_by_hand_is_gone(self, tiny: Any) -> None:
         model = SpeechLLM(tiny("gemma3_text"))

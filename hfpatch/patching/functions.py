@@ -27,7 +27,7 @@ from hfpatch.errors import RefusedError
 from hfpatch.model.tanh import may_add_one
 from hfpatch.numerics.modulation import delta
 from hfpatch.patching.hook_kind import HookKind
-from hfpatch.patching.records import Record
+from hfpatch.patching.records import Record, State
 
 SLOT = "1 + tanh"
 
@@ -303,8 +303,7 @@ class OnePlusTanh(HookKind):
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
         """The hooks that will be set: `((module, enter, leave), ...)`, the edited module's first."""
         pairs: list[tuple[nn.Module, Enter, Leave]] = []
-        others = [m for m in module.modules() if m is not module and may_add_one(m)]
-        for each, bounds in ((module, after), *((m, None) for m in others)):
+        for each, bounds in ((module, after), *((m, None) for m in _to_hide(module))):
             enter = Enter(bounds)
             pairs.append((each, enter, Leave(enter)))
         return tuple(pairs)
@@ -318,6 +317,18 @@ class OnePlusTanh(HookKind):
 
     def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
         return ((each, (enter, leave)) for each, enter, leave in record.before)
+
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        hooked = {id(each) for each, _, _ in record.before}
+        new = [type(each).__name__ for each in _to_hide(module) if id(each) not in hooked]
+        if new:
+            return State("gone", f"without the hooks that leave the 1 + tanh of a new {new[0]} in it alone")
+        return super().read(root, module, record)
+
+
+def _to_hide(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside that may have a 1 + tanh of their own."""
+    return [each for each in module.modules() if each is not module and may_add_one(each)]
 
 
 def _one_and(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -40,9 +40,11 @@ class DtypeRule:
             return self.dtype
         holder: Any = module
         for name in self.weight:
-            holder = getattr(holder, name)
-        dtype = holder.weight.dtype
-        return dtype if dtype.is_floating_point else self.dtype
+            holder = getattr(holder, name, None)
+        weight = getattr(holder, "weight", None)
+        if weight is None:  # the layer was replaced since, by one of another form
+            return weights_dtype(module) or self.dtype
+        return weight.dtype if weight.dtype.is_floating_point else self.dtype
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.") if self.weight is None else "that of its weights"

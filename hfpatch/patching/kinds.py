@@ -35,15 +35,25 @@ class Attribute(Kind):
 
     def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
         now = self.now(module, record.slot)
-        if now is record.after or now == record.after:
+        if _equal(now, record.after):
             return HERE
-        return State("gone" if now is record.before or now == record.before else "changed", show(now))
+        if now is ABSENT:
+            return State("gone", "not there")
+        return State("gone" if _equal(now, record.before) else "changed", show(now))
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         if record.before is ABSENT:
             module.__dict__.pop(record.slot, None)
         else:
             module.__dict__[record.slot] = record.before
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """True if two values are the same; a tensor or an array, whose comparison is no bool, equals itself only."""
+    if value is other:
+        return True
+    same = value == other
+    return isinstance(same, bool) and same
 
 
 class Hook(HookKind):

@@ -62,7 +62,7 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
 
 
 def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
-    """Undo what can be undone, the last in the model first, and say what stays. One edit that cannot be undone stops no other."""
+    """Undo what can be undone, the last in the model first, and say what stays."""
     unseen = any(kind_of(r.kind).unseen for _, _, r in log)
     compiled = compiled_already(Survey(model)) if unseen else None
     states = {id(r): state_of(model, module, r, compare=True) for _, module, r in log}
