@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 import hfpatch
@@ -128,6 +129,9 @@ def trials(name: str, every: int = 1, first: int = 1) -> Iterator[tuple[str, str
             left = "" if state(model) == before else "the model is not what it was"
             if hfpatch.status(model).edits or any(records_of(m) for m in model.modules()):
                 left += " records"
+            if not torch.is_grad_enabled():
+                torch.set_grad_enabled(True)
+                left += " gradients are off"
             if left:
                 yield f"{what} at {where}", left
                 model = subject.make()

@@ -630,7 +630,7 @@ def test_a_choice_lost_since_is_said_and_can_be_made_again(tiny: Any) -> None:
     assert found[FP32].decided == "applied"
     assert (
         found[FP32].lapsed
-        == f"{FP32} was applied before and an edit of it is gone, first attention of the model itself"
+        == f"{FP32} was applied before and one of its edits is gone, first attention of the model itself"
     )
     hfpatch.apply(model, verbose=False)
     assert impl(model) == NAME

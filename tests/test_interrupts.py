@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hfpatch
+import hfpatch.numerics.modulation
 from hfpatch.model.tiny import COMPOSITES, tiny_model
 from tests.interrupts import SUBJECTS, trials
 
@@ -82,6 +83,43 @@ def test_whatever_a_forward_raises_no_function_of_torch_is_another_afterwards(er
     assert torch._C._len_torch_function_stack() == 0
 
 
+def test_what_is_compiled_after_an_interruption_is_its_own() -> None:
+    """The first function of torch after the interruption is one that torch.compile traces."""
+    torch._dynamo.reset()
+    model, _ = bounded()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    model.gate.during = stop
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(2, 8))
+    compiled = torch.compile(lambda x: 1 + torch.tanh(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(TWO), STOCK)
+    model.gate.during = None
+    model(torch.randn(2, 8))
+    assert torch.equal(compiled(TWO), STOCK)
+
+
+def test_what_is_compiled_inside_a_patched_call_is_patched_and_compiled_once() -> None:
+    torch._dynamo.reset()
+    model, _ = bounded()
+    graphs: list[Any] = []
+    seen: list[torch.Tensor] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: 1 + torch.tanh(x), backend=backend, fullgraph=True)
+    model.gate.during = lambda: seen.append(compiled(TWO))
+    for _ in range(3):
+        model(torch.randn(2, 8))
+    assert len(graphs) == 1
+    assert torch.equal(seen[0], seen[2])
+    assert float(seen[0]) < 1.5 < float(STOCK)
+
+
 def test_in_every_thread() -> None:
     model, _ = bounded()
     seen: list[bool] = []
@@ -135,6 +173,26 @@ def test_a_revert_during_the_forward_it_reverts() -> None:
     model.gate.during = None
     nn.init.constant_(model.gate.b.bias, 100.0)
     assert torch.equal(model(torch.ones(1, 8)), torch.full((1, 8), 2.0))
+
+
+class HandWrittenGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1 + torch.tanh(0.8 * x))
+
+
+def test_a_gelu_put_inside_after_the_patch_is_seen_and_left_alone_again() -> None:
+    model, fix = bounded()
+    nn.init.normal_(model.gate.b.weight)
+    x = torch.randn(2, 8)
+    model.gate.a = nn.Sequential(model.gate.a, HandWrittenGelu())
+    factor = hfpatch.numerics.modulation.delta(model.gate.b(model.gate.a(x)), 0.5, 1.5) + 1
+    (edit,) = fix.status().edits
+    assert edit.state.word == "gone"
+    assert "a new HandWrittenGelu" in edit.state.now
+    hfpatch.apply(model, only="sigmoid-modulation", added_modules=["gate"], verbose=False)
+    assert torch.allclose(model(x), x * factor)
+    hfpatch.revert(model)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 def test_a_gelu_inside_an_interrupted_call_is_its_own() -> None:

@@ -50,7 +50,9 @@ class TestHooks:
         assert not status
         assert status.patches == ()
         assert words(gemma, FP16) == {"gone"}
-        assert "18 of its edits gone: input dtype of model.layers.0 without its hook" in " ".join(str(status).split())
+        assert "18 of its edits are gone: input dtype of model.layers.0 is without its hook" in " ".join(
+            str(status).split()
+        )
         assert status.to_dict()["edits"][0]["state"] == "gone"
         (made,) = (d for d in hfpatch.plan(gemma).decisions if d.patch == FP16)
         assert (made.decided, len(made.edits), made.worst) == ("applied", 18, True)
@@ -94,6 +96,66 @@ class TestHooks:
         fix.revert()
         assert fingerprint(gemma) == before
 
+    def test_the_layer_a_cast_follows_is_replaced(self, gemma: Any, ids: torch.Tensor) -> None:
+        class Around(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.inner(x)
+
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        good = logits(gemma, ids)
+        for layer in gemma.model.layers:
+            layer.self_attn.q_proj = Around(layer.self_attn.q_proj)
+            layer.mlp.gate_proj = Around(layer.mlp.gate_proj)
+        assert torch.equal(logits(gemma, ids), good)
+
+    def test_hooks_cleared_without_their_flags_leave_none(self, gemma: Any) -> None:
+        before = fingerprint(gemma)
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        for module in gemma.modules():
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        assert words(gemma, FP16) == {"gone"}
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        hfpatch.revert(gemma)
+        assert fingerprint(gemma) == before
+
+    def test_registered_again_otherwise_is_gone(self, gemma: Any, ids: torch.Tensor) -> None:
+        """Somebody keeps the hooks and registers them without their keyword arguments: then they do nothing."""
+        before = fingerprint(gemma)
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        good = logits(gemma, ids)
+        layer = gemma.model.layers[0]
+        kept = list(layer._forward_pre_hooks.values())
+        layer._forward_pre_hooks.clear()
+        for hook in kept:
+            layer.register_forward_pre_hook(hook)
+        assert [e.path for e in hfpatch.status(gemma).lapsed] == ["model.layers.0"]
+        hfpatch.apply(gemma, only=FP16, verbose=False)
+        assert torch.equal(logits(gemma, ids), good)
+        hfpatch.revert(gemma)
+        assert fingerprint(gemma) == before
+
+    @pytest.mark.parametrize("action", ["revert", "apply"])
+    def test_a_call_during_which_hooks_come_or_go(self, gemma: Any, ids: torch.Tensor, action: str) -> None:
+        """torch has listed a module's hooks already when another thread, or a hook, takes them off."""
+        fix = hfpatch.apply(gemma, only=FP16, verbose=False)
+        done: list[int] = []
+
+        def during(*_: Any) -> None:
+            if not done:
+                done.append(1)
+                fix.revert()
+                if action == "apply":
+                    hfpatch.apply(gemma, only=FP16, verbose=False)
+
+        gemma.model.layers[0].register_forward_pre_hook(during, prepend=True)
+        logits(gemma, ids)
+        assert bool(hfpatch.status(gemma)) == (action == "apply")
+
     def test_the_order_of_hooks_stays_when_they_are_lifted_for_a_while(self, gemma: Any, ids: torch.Tensor) -> None:
         fix = hfpatch.apply(gemma, only=FP16, verbose=False)
         gemma.model.norm.register_forward_hook(lambda *_: None)
@@ -132,6 +194,28 @@ class TestAttributes:
         hfpatch.revert(model)
         assert fingerprint(model) == before
 
+    @pytest.mark.parametrize("value", [torch.tensor([1e-3, 2e-3]), torch.tensor(1e-6), None, "small"])
+    def test_set_to_something_odd(self, tiny: Any, capsys: Any, value: object) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        fix = hfpatch.apply(model, only="eps-alignment", verbose=False)
+        model.ln_speech.eps = value
+        assert words(model, "eps-alignment") == {"changed"}
+        fix.revert()
+        assert "hfpatch: not put back: ln_speech: eps is " in capsys.readouterr().err
+        assert model.ln_speech.eps is value
+        hfpatch.revert(model, only="eps-alignment")
+        assert model.ln_speech.eps == 1e-4
+
+    def test_deleted_is_gone_and_given_back(self, tiny: Any) -> None:
+        model = SpeechLLM(tiny("gemma3_text"))
+        hfpatch.apply(model, only="eps-alignment", verbose=False)
+        del model.ln_speech.eps
+        assert "one of its edits is gone: eps of ln_speech is not there: " in " ".join(
+            str(hfpatch.status(model)).split()
+        )
+        hfpatch.revert(model)
+        assert model.ln_speech.eps == 1e-4
+
     def test_put_back_by_hand_is_gone(self, tiny: Any) -> None:
         model = SpeechLLM(tiny("gemma3_text"))
         hfpatch.apply(model, verbose=False)
@@ -168,6 +252,52 @@ class TestAttention:
         assert model.config is config
         assert model.model.config is config
 
+    @pytest.mark.parametrize("first", ["vision_tower", "language_model"])
+    def test_two_submodels_of_one_config_at_two_times_in_any_order(self, first: str) -> None:
+        """The second edit copies the copies of the first, and outlives it."""
+        model: Any = tiny_model("llava").half()
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation_internal = "eager"
+        parts = {name: model.model.get_submodule(name) for name in ("vision_tower", "language_model")}
+        (second,) = set(parts) - {first}
+        configs = {name: (m, m.config) for name, m in model.named_modules() if hasattr(m, "config")}
+        parts[second].float()
+        fixes = [hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False)]
+        parts[second].half()
+        fixes.append(hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False))
+        assert [[e.path for e in fix.edits] for fix in fixes] == [[f"model.{first}"], [f"model.{second}"]]
+        copies = [copy.deepcopy(model) for _ in range(2)]
+        fixes[0].revert()
+        assert parts[first].config._attn_implementation == "eager"
+        assert parts[second].config._attn_implementation.startswith("hfpatch_")
+        assert [(e.path, e.state.word) for e in hfpatch.status(model).edits] == [(f"model.{second}", "here")]
+        fixes[1].revert()
+        assert all(m.config is config for m, config in configs.values())
+        assert {c._attn_implementation for _, c in configs.values()} == {"eager"}
+        hfpatch.revert(copies[0])
+        for name in (first, second):
+            hfpatch.revert(copies[1].model.get_submodule(name))
+        for copied in copies:
+            assert not hfpatch.status(copied).edits
+            assert {m.config._attn_implementation for m in copied.modules() if hasattr(m, "config")} == {"eager"}
+            assert copied.config.text_config._attn_implementation == "eager"
+
+    def test_a_layer_from_before_is_seen_and_mended(self, tiny: Any, ids: torch.Tensor) -> None:
+        model = tiny("llama").half()
+        model.config._attn_implementation = "eager"
+        older = copy.deepcopy(model.model.layers[0])
+        hfpatch.apply(model, only="fp32-attention-logits", verbose=False)
+        good = logits(model, ids)
+        model.model.layers[0] = older
+        (edit,) = hfpatch.status(model).edits
+        assert (edit.state.word, edit.state.now) == ("gone", "eager in model.layers.0.self_attn")
+        hfpatch.apply(model, only="fp32-attention-logits", verbose=False)
+        assert torch.equal(logits(model, ids), good)
+        assert words(model, "fp32-attention-logits") == {"here"}
+        hfpatch.revert(model)
+        assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"eager"}
+
 
 class TestTensors:
     def test_trained_is_told_on_request(self, tiny: Any) -> None:
@@ -180,6 +310,55 @@ class TestTensors:
         told = {e.record.slot: e.state.word for e in hfpatch.status(model, compare=True).edits}
         assert told == {"tensor weight": "trained", "tensor bias": "here"}
         assert hfpatch.status(model, compare=True)
+
+    @pytest.mark.parametrize("meanwhile", [torch.float16, torch.bfloat16])
+    def test_half_precision_and_back_is_no_training(self, tiny: Any, meanwhile: torch.dtype) -> None:
+        model = SpeechLLM(tiny("llama"))
+        before = fingerprint(model)
+        fix = hfpatch.apply(model, only="projection-init", verbose=False)
+        model.speech_proj.to(meanwhile)
+        assert {e.state.word for e in hfpatch.status(model, compare=True).edits} == {"here"}
+        model.speech_proj.float()
+        assert {e.state.word for e in hfpatch.status(model, compare=True).edits} == {"here"}
+        fix.revert()
+        assert fingerprint(model) == before
+
+    def test_a_tensor_of_another_shape_is_gone(self, tiny: Any, capsys: Any) -> None:
+        model = SpeechLLM(tiny("llama"))
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        model.speech_proj.weight = nn.Parameter(torch.zeros(5, 5))
+        told = {e.record.slot: (e.state.word, e.state.now) for e in hfpatch.status(model).edits}
+        assert told == {"tensor weight": ("gone", "of shape (5, 5)"), "tensor bias": ("here", "")}
+        hfpatch.revert(model)
+        assert capsys.readouterr().err == ""
+        assert not hfpatch.status(model).edits
+        assert torch.equal(model.speech_proj.weight, torch.zeros(5, 5))
+
+    def test_a_parametrized_tensor_is_not_put_back_in_silence(self, tiny: Any, capsys: Any) -> None:
+        from torch.nn.utils import parametrize
+
+        class Half(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x / 2
+
+            def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+        model = SpeechLLM(tiny("llama"))
+        was = model.speech_proj.weight.detach().clone()
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        parametrize.register_parametrization(model.speech_proj, "weight", Half())
+        told = {e.record.slot: e.state.word for e in hfpatch.status(model).edits}
+        assert told == {"tensor weight": "changed", "tensor bias": "here"}
+        hfpatch.revert(model)
+        assert "not put back: speech_proj: tensor weight is computed from other tensors" in capsys.readouterr().err
+        with pytest.raises(hfpatch.errors.RevertError, match="it is computed from other tensors"):
+            hfpatch.revert(model, only="projection-init")
+        assert words(model, "projection-init") == {"changed"}
+        parametrize.remove_parametrizations(model.speech_proj, "weight")
+        hfpatch.revert(model)
+        assert torch.equal(model.speech_proj.weight, was)
+        assert not hfpatch.status(model).edits
 
     def test_other_embeddings_are_no_conflict_with_itself(self, tiny: Any) -> None:
         model = SpeechLLM(tiny("llama"))
@@ -204,6 +383,42 @@ def test_a_patch_for_another_dtype_is_no_conflict_with_itself(tiny: Any) -> None
     assert hfpatch.apply(model, verbose=False).edits == ()
     hfpatch.revert(model)
     assert not hfpatch.status(model).edits
+
+
+class TestAdapters:
+    def test_another_adapter_of_the_same_name_keeps_its_targets(self, tiny: Any) -> None:
+        from peft import LoraConfig
+
+        model: Any = COMPOSITES["lora-qv"](tiny("llama"))
+        fix = hfpatch.apply(model, only="lora-target-expansion", verbose=False)
+        model.delete_adapter("default")
+        assert words(model, "lora-target-expansion") == {"gone"}
+        model.add_adapter("default", LoraConfig(r=2, target_modules=["k_proj"]))
+        assert words(model, "lora-target-expansion") == {"gone"}
+        before = {n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ()) and "k_proj" in n}
+        fix.revert()
+        assert model.peft_config["default"].target_modules == {"k_proj"}
+        assert {n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ())} == before
+        assert not hfpatch.status(model).edits
+
+    def test_a_block_replaced_by_its_copy_is_reverted_too(self, tiny: Any, ids: torch.Tensor) -> None:
+        model: Any = COMPOSITES["lora-qv"](tiny("llama"))
+        stock = logits(model, ids)
+        adapted = [n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ())]
+        fix = hfpatch.apply(model, only="lora-target-expansion", verbose=False)
+        layers = model.base_model.model.model.layers
+        layers[0] = copy.deepcopy(layers[0])
+        inside = {id(p) for p in model.parameters()}
+        assert all(id(p) in inside for p in fix.new_parameters)
+        assert words(model, "lora-target-expansion") == {"here"}
+        layers[1] = copy.deepcopy(layers[1])
+        layers[1].mlp.up_proj = layers[1].mlp.up_proj.base_layer
+        (edit,) = hfpatch.status(model).edits
+        assert (edit.state.word, "model.layers.1.mlp.up_proj" in edit.state.now) == ("gone", True)
+        fix.revert()
+        assert [n for n, m in model.named_modules() if "default" in getattr(m, "lora_A", ())] == adapted
+        assert type(layers[0].mlp.up_proj) is nn.Linear
+        assert torch.equal(logits(model, ids), stock)
 
 
 def test_modules_that_peft_copied_count_once(tiny: Any) -> None:

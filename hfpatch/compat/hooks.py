@@ -135,6 +135,19 @@ def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) ->
     return found
 
 
+def is_set(module: nn.Module, hook: object) -> bool:
+    """True if a module calls this hook, and with keyword arguments where it is called before forward."""
+    slots = module.__dict__
+    return any(key in slots[BEFORE[0]] or key in slots[AFTER[-1]] for key in keys(module, [hook]))
+
+
+def orphans(module: nn.Module) -> list[int]:
+    """Return the keys of hfpatch's flags whose hook somebody took off without them."""
+    slots = module.__dict__
+    hooked = slots[BEFORE[-1]].keys() | slots[AFTER[-1]].keys()
+    return [key for name in (*BEFORE[:-1], *AFTER[:-1]) for key in slots[name] if key < 0 and key not in hooked]
+
+
 def drop(module: nn.Module, gone: Iterable[int]) -> None:
     """Take the hooks of these keys off a module; keys that are not there are passed over."""
     for key in gone:

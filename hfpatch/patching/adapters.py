@@ -13,13 +13,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hfpatch.model.lora_expand import wrapped
+from hfpatch.model.lora_places import frame_of
 from hfpatch.model.survey import Survey
+from hfpatch.patching.adapter_places import Before, Expansion, Expansions, Place, is_layer, place_now, places_now
 from hfpatch.patching.kind import Kind
 from hfpatch.patching.records import ABSENT, HERE, Record, State, records_of
 
@@ -28,83 +30,6 @@ PER_ADAPTER = (
     "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
 )  # fmt: skip
 """Tables of a LoRA layer that are keyed by the name of the adapter."""
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """What an adapter is to gain.
-
-    Attributes:
-        adapter: Its name.
-        modules: Whole paths, in the tuner's model, of the linear maps that get a layer.
-        names: Its target names afterwards.
-    """
-
-    adapter: str
-    modules: tuple[str, ...]
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        leaves = dict.fromkeys(path.rpartition(".")[2] for path in self.modules)
-        return f"{len(self.modules)} more modules ({', '.join(leaves)})"
-
-
-@dataclass(frozen=True)
-class Expansions:
-    """What the adapters of one PEFT model are to gain."""
-
-    parts: tuple[Expansion, ...]
-
-    def __str__(self) -> str:
-        if len(self.parts) == 1:
-            return str(self.parts[0])
-        return "; ".join(f"{part.adapter}: {part}" for part in self.parts)
-
-    @property
-    def adapters(self) -> set[str]:
-        """Their names."""
-        return {part.adapter for part in self.parts}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layer goes.
-
-    Attributes:
-        parent: The module that holds the map.
-        name: Under which name.
-        there: What was there: the map, or a layer of another adapter around it.
-        flags: `requires_grad` of every parameter in it.
-        gains: The adapters that gain a layer here.
-        active: The layer's own note of the active adapters; `ABSENT` for a bare map.
-        opens: Whether its bias, frozen before, trains with the layer.
-    """
-
-    parent: nn.Module
-    name: str
-    there: nn.Module
-    gains: tuple[str, ...]
-    flags: tuple[bool, ...]
-    active: Any
-    opens: bool = False
-
-    @property
-    def layer(self) -> Any:
-        """What is there now."""
-        return self.parent._modules.get(self.name)
-
-    @property
-    def bare(self) -> bool:
-        """Whether no adapter was there."""
-        return self.active is ABSENT
-
-
-@dataclass(frozen=True)
-class Before:
-    """The inverse: each adapter's object of target names, and every place once."""
-
-    names: tuple[Any, ...]
-    places: dict[str, Place]
 
 
 class AdapterTargets(Kind):
@@ -118,8 +43,6 @@ class AdapterTargets(Kind):
         return "; ".join(_shown(_configs(module)[name].target_modules) for name in adapters if name in _configs(module))
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Expansions) -> Before:
-        from hfpatch.model.lora_places import frame_of
-
         frame = frame_of(module)
         wanted = {part.adapter: set(part.modules) for part in after.parts}
         opening = {part.adapter for part in after.parts if _Model(module, part.adapter).opens}
@@ -160,12 +83,14 @@ class AdapterTargets(Kind):
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Before = record.before
+        others = _others(module, record)
         bare: set[str] = set()
-        for path, place in before.places.items():
+        for path, place in places_now(module, record).items():
             layer = place.layer
             if is_layer(layer):
-                _unmerge(layer, place.gains)
-                for adapter in place.gains:
+                gains = [name for name in place.gains if name not in others]
+                _unmerge(layer, gains)
+                for adapter in gains:
                     _pop(layer, adapter)
                 if place.opens:
                     layer.get_base_layer().bias.requires_grad_(False)
@@ -178,7 +103,7 @@ class AdapterTargets(Kind):
             if record.phase == "writing":
                 _as_before(place)
         for part, names in zip(record.after.parts, before.names, strict=True):
-            if part.adapter in _configs(module):
+            if part.adapter in _configs(module) and part.adapter not in others:
                 _configs(module)[part.adapter].target_modules = names
         noted = _noted(module)
         noted[:] = [path for path in noted if path not in bare]
@@ -189,10 +114,10 @@ class AdapterTargets(Kind):
             config = _configs(module).get(part.adapter)
             if config is None:
                 return State("gone", f"deleted{whose}")
-            without = [p for p in part.modules if part.adapter not in _adapted(record.before.places[p].layer)]
+            without = _without(module, record, part)
             if without:
                 return State("gone", f"without {len(without)} of its layers, first {without[0]}{whose}")
-            if isinstance(config.target_modules, str) or set(config.target_modules) != set(part.names):
+            if not _has_names(config, part):
                 return State("changed", f"at other target_modules{whose}: {_shown(config.target_modules)}")
         return HERE
 
@@ -203,27 +128,29 @@ class AdapterTargets(Kind):
                 f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped them, so that "
                 f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
             )
+        places = places_now(module, record)
         for part in record.after.parts:
             whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
             for path in part.modules:
-                layer = record.before.places[path].layer
+                layer = places[path].layer
                 if part.adapter in getattr(layer, "merged_adapters", ()):
                     return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
         return None
 
     def lost(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        places, others = places_now(module, record), _others(module, record)
         layers = [
             (part.adapter, layer)
             for part in record.after.parts
             for path in part.modules
-            if part.adapter in _adapted(layer := record.before.places[path].layer)
+            if part.adapter not in others and part.adapter in _adapted(layer := places[path].layer)
         ]
         trained = sum(_trained(layer, adapter) for adapter, layer in layers)
         return f"the {trained} layers that were trained since are gone with it" if trained else None
 
     def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""
-        for place in record.before.places.values():
+        for place in places_now(module, record).values():
             layer = place.layer
             if not is_layer(layer):
                 continue
@@ -244,9 +171,32 @@ class AdapterTargets(Kind):
                 parameter.data.copy_(values)
 
     def added(self, root: nn.Module, module: nn.Module, record: Record) -> Iterable[nn.Parameter]:
+        places = places_now(module, record)
         for part in record.after.parts:
             for path in part.modules:
-                yield from _of_adapter(record.before.places[path].layer, part.adapter)
+                yield from _of_adapter(places[path].layer, part.adapter)
+
+
+def _without(tuner: nn.Module, record: Record, part: Expansion) -> list[str]:
+    """Return the places where an adapter has no layer any more."""
+    places = places_now(tuner, record)
+    return [path for path in part.modules if part.adapter not in _adapted(places[path].layer)]
+
+
+def _has_names(config: Any, part: Expansion) -> bool:
+    return not isinstance(config.target_modules, str) and set(config.target_modules) == set(part.names)
+
+
+def _others(tuner: nn.Module, record: Record) -> set[str]:
+    """Return the names under which another adapter was made, with targets of its own, after ours was deleted."""
+    return {
+        part.adapter
+        for part, names in zip(record.after.parts, record.before.names, strict=True)
+        if (config := _configs(tuner).get(part.adapter)) is not None
+        and config.target_modules is not names
+        and not _has_names(config, part)
+        and _without(tuner, record, part)
+    }
 
 
 class _Model:
@@ -304,11 +254,6 @@ def _as_before(place: Place) -> None:
         place.there.__dict__["_active_adapter"] = place.active
 
 
-def is_layer(module: Any) -> bool:
-    """Whether a module is a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
-    return isinstance(module, nn.Module) and "lora_A" in module._modules
-
-
 def _carried(layer: Any) -> set[str]:
     """The adapters in a layer."""
     return set(layer.lora_A) | set(layer.lora_embedding_A)
@@ -339,7 +284,7 @@ def _hand_over(module: nn.Module, path: str, place: Place) -> None:
     """A layer stays for an adapter that came later: if a later record added that, its undo is to unwrap the map."""
     for record in records_of(module):
         places = getattr(record.before, "places", {})
-        if path in places and places[path].there is place.layer:
+        if path in places and place_now(frame_of(module), path, places[path]).there is place.layer:
             places[path] = replace(places[path], there=place.there, flags=place.flags, active=ABSENT)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ from hfpatch.numerics.attention import (
 )
 from hfpatch.patching.edits import FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN
 from hfpatch.patching.kind import Kind
-from hfpatch.patching.records import HERE, Record, State
+from hfpatch.patching.records import HERE, Record, State, exchange, logged
 
 # When this module is imported and not when a patch is applied: a model that was pickled with its choice
 # names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
@@ -71,11 +71,14 @@ class AttentionChoice(Kind):
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _point(root, {id(old): new for old, new in record.before.pairs})
+        was = self.now(module, record.slot)
         module.set_attn_implementation({"": record.after})  # pyright: ignore[reportCallIssue]
         mine = self._architecture(module)
-        for (_, new), was in zip(record.before.pairs, record.before.implementations, strict=True):
+        for (_, new), before in zip(record.before.pairs, record.before.implementations, strict=True):
             if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
-                new._attn_implementation_internal = was
+                new._attn_implementation_internal = before
+            elif before == was:  # a layer may hold a config of its own, which the setter does not reach
+                new._attn_implementation_internal = record.after
         if self.now(module, record.slot) != record.after:
             raise ValueError(
                 f"{type(module).__name__} does not take attention {record.after!r}: it is not computed through "
@@ -83,31 +86,67 @@ class AttentionChoice(Kind):
             )
 
     def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
-        now = self.now(module, record.slot)
-        if now == record.after:
-            return HERE
         mine = self._architecture(module)
         pairs = zip(record.before.pairs, record.before.implementations, strict=True)
         was = {implementation for (old, _), implementation in pairs if old.model_type == mine}
-        return State("gone" if now in was else "changed", str(now))
+        now = self.now(module, record.slot)
+        if now != record.after:
+            return State("gone" if now in was else "changed", str(now))
+        copies = {id(new) for _, new in record.before.pairs}
+        for path, part in module.named_modules():
+            for held in _configs(part):
+                now = held._attn_implementation
+                if held.model_type == mine and now != record.after and id(held) not in copies:
+                    return State("gone" if now in was else "changed", f"{now} in {path}")
+        return HERE
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Configs = record.before
-        if all(_same(old, new) for old, new in before.pairs):
+        mine = self._architecture(module)
+        was = {
+            id(new): implementation
+            for (_, new), implementation in zip(before.pairs, before.implementations, strict=True)
+            if new.model_type == mine
+        }
+        first = next(iter(was.values()), None)
+        for held in (*_held(module), *(new for _, new in before.pairs)):
+            # also of copies that a later edit made of ours, and of those that modules outside the root hold
+            if id(held) in was:
+                held._attn_implementation_internal = was[id(held)]
+            elif held.model_type == mine and held._attn_implementation == record.after and first is not None:
+                held._attn_implementation_internal = first
+        _hand_over(root, record)
+        if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
             _point(root, {id(new): old for old, new in before.pairs})
-        else:  # somebody has set other values meanwhile (use_cache, say): those stay
-            for (_, new), was in zip(before.pairs, before.implementations, strict=True):
-                if new.model_type == self._architecture(module):
-                    new._attn_implementation_internal = was
 
     def _architecture(self, module: nn.Module) -> str:
         config: Any = module.config
         return config.model_type
 
 
+def _hand_over(root: nn.Module, gone: Record) -> None:
+    """Let later edits, which copied the copies of one that is undone, go back to what that one had copied."""
+    before: Configs = gone.before
+    first = {
+        id(new): (old, implementation)
+        for (old, new), implementation in zip(before.pairs, before.implementations, strict=True)
+    }
+    for _, module, record in logged(root):
+        if record.kind != gone.kind or record is gone or not any(id(old) in first for old, _ in record.before.pairs):
+            continue
+        known = list(zip(record.before.pairs, record.before.implementations, strict=True))
+        back = [first.get(id(old), (old, implementation)) for (old, _), implementation in known]
+        pairs = tuple((old, new) for (old, _), ((_, new), _) in zip(back, known, strict=True))
+        exchange(module, record, replace(record, before=Configs(pairs, tuple(was for _, was in back))))
+
+
+def _configs(module: nn.Module) -> Iterable[PreTrainedConfig]:
+    return (v for v in module.__dict__.values() if isinstance(v, PreTrainedConfig))
+
+
 def _held(root: nn.Module) -> Iterable[PreTrainedConfig]:
     for module in root.modules():
-        yield from (v for v in module.__dict__.values() if isinstance(v, PreTrainedConfig))
+        yield from _configs(module)
 
 
 def _tree(config: PreTrainedConfig) -> list[PreTrainedConfig]:

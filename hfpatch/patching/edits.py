@@ -219,6 +219,7 @@ def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
 
 def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
     """Put back what was there before a record, and forget the record."""
+    record = record_at(module, record.slot) or record  # the undo of another may have changed what it goes back to
     if record.phase == "written":
         record = advance(module, record, "undoing")
     kind_of(record.kind).restore(root, module, record)

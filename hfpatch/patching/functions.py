@@ -11,6 +11,7 @@ second pair of hooks hides their additions from the mode.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -26,7 +27,7 @@ from hfpatch.errors import RefusedError
 from hfpatch.model.tanh import may_add_one
 from hfpatch.numerics.modulation import delta
 from hfpatch.patching.hook_kind import HookKind
-from hfpatch.patching.records import Record
+from hfpatch.patching.records import Record, State
 
 SLOT = "1 + tanh"
 
@@ -158,7 +159,7 @@ class Bounding(Watch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, as `Watch` does while the call lasts."""
-        if not torch.compiler.is_compiling() and is_over(self):
+        if _is_over_now(self):
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -217,7 +218,7 @@ class Blind(TorchFunctionMode):
         """Run a function; a sum with 1 gets an alias of its tensor."""
         kwargs = kwargs or {}
         added = _one_and(args, kwargs) if func.__name__ in ADD else None
-        if added is not None and (torch.compiler.is_compiling() or not is_over(self)):
+        if added is not None and not _is_over_now(self):
             args = tuple(torch.ops.aten.alias(a) if a is added else a for a in args)
             kwargs = {k: torch.ops.aten.alias(v) if v is added else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
@@ -255,8 +256,10 @@ class Enter:
         self.bounds = bounds
         self.traced: list[TorchFunctionMode] = []  # of the call torch.compile is tracing: the stack is not to be read
 
-    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Enter; modes of calls that are over go first."""
+    def __call__(self, module: nn.Module, _args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """Enter; modes of calls that are over go first. Without `kwargs` it was taken off during this call."""
+        if kwargs is None:
+            return
         compiling = torch.compiler.is_compiling()
         if self.bounds is not None and self.bounds.eager and (compiling or _dynamo_is_on()):
             raise RefusedError(NOT_COMPILED)
@@ -267,7 +270,9 @@ class Enter:
             return
         frame = sys._getframe().f_back
         clear_over()
-        _push_mode(Blind(frame) if self.bounds is None else Bounding(self.bounds, module, frame))
+        mode = Blind(frame) if self.bounds is None else Bounding(self.bounds, module, frame)
+        entered.modes = (*(m for m in entered.modes if not m.over), mode)
+        _push_mode(mode)
 
 
 class Leave:
@@ -298,8 +303,7 @@ class OnePlusTanh(HookKind):
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
         """The hooks that will be set: `((module, enter, leave), ...)`, the edited module's first."""
         pairs: list[tuple[nn.Module, Enter, Leave]] = []
-        others = [m for m in module.modules() if m is not module and may_add_one(m)]
-        for each, bounds in ((module, after), *((m, None) for m in others)):
+        for each, bounds in ((module, after), *((m, None) for m in _to_hide(module))):
             enter = Enter(bounds)
             pairs.append((each, enter, Leave(enter)))
         return tuple(pairs)
@@ -313,6 +317,18 @@ class OnePlusTanh(HookKind):
 
     def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
         return ((each, (enter, leave)) for each, enter, leave in record.before)
+
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        hooked = {id(each) for each, _, _ in record.before}
+        new = [type(each).__name__ for each in _to_hide(module) if id(each) not in hooked]
+        if new:
+            return State("gone", f"without the hooks that leave the 1 + tanh of a new {new[0]} in it alone")
+        return super().read(root, module, record)
+
+
+def _to_hide(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside that may have a 1 + tanh of their own."""
+    return [each for each in module.modules() if each is not module and may_add_one(each)]
 
 
 def _one_and(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -349,6 +365,33 @@ def is_over(mode: Bounding | Blind) -> bool:
         if frame is None:
             end(mode)
     return mode.over
+
+
+def _is_over_now(mode: Bounding | Blind) -> bool:
+    """True if the call a mode was entered for is over; also asked by code that torch.compile traces."""
+    if not torch.compiler.is_compiling():
+        return is_over(mode)
+    end_those_over()
+    return mode.over
+
+
+class _Entered(threading.local):
+    modes: tuple[Bounding | Blind, ...] = ()
+
+
+entered = _Entered()
+"""The modes that this thread entered and that are not known to be over."""
+
+
+@torch.compiler.assume_constant_result
+def end_those_over() -> bool:
+    """End the modes of this thread whose calls are over, and return True.
+
+    torch.compile runs it once, while it traces code that cannot read Python's stack itself.
+    """
+    for mode in entered.modes:
+        is_over(mode)
+    return True
 
 
 def end(mode: Bounding | Blind) -> None:

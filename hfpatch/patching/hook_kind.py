@@ -23,14 +23,14 @@ class HookKind(Kind):
 
     def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
         wanted = [(each, hook) for each, hooks in self.hooks(module, record) for hook in hooks]
-        missing = sum(not tables.keys(each, [hook]) for each, hook in wanted)
+        missing = sum(not tables.is_set(each, hook) for each, hook in wanted)
         if not missing:
             return HERE
         return State("gone", "without its hook" if len(wanted) == 1 else f"without {missing} of {len(wanted)} hooks")
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         for each, hooks in self.hooks(module, record):
-            tables.drop(each, tables.keys(each, hooks, silent=True))
+            tables.drop(each, [*tables.keys(each, hooks, silent=True), *tables.orphans(each)])
 
     def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         for each, hooks in self.hooks(module, record):

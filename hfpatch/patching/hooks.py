@@ -40,9 +40,11 @@ class DtypeRule:
             return self.dtype
         holder: Any = module
         for name in self.weight:
-            holder = getattr(holder, name)
-        dtype = holder.weight.dtype
-        return dtype if dtype.is_floating_point else self.dtype
+            holder = getattr(holder, name, None)
+        weight = getattr(holder, "weight", None)
+        if weight is None:  # the layer was replaced since, by one of another form
+            return weights_dtype(module) or self.dtype
+        return weight.dtype if weight.dtype.is_floating_point else self.dtype
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.") if self.weight is None else "that of its weights"
@@ -77,12 +79,16 @@ class CastInput:
 
     rule: DtypeRule
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Cast if there is something to cast.
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, Any] | None:
+        """Cast if there is something to cast. Without `kwargs` it was taken off during this call, and does nothing.
 
         Raises:
             RefusedError: FSDP would cast the float32 stream back on its way through the module.
         """
+        if kwargs is None:
+            return None
         if self.rule.weight is None and (why := narrows_stream(module)):
             raise RefusedError(f"the stream was set to run in float32, and a {type(module).__name__} undoes it: {why}")
         stream = _stream(args, kwargs)
@@ -116,10 +122,12 @@ class InFloat32:
     wish to the function itself, so there is no state, and nothing to take back after the call.
     """
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Hand the stream tensor over as a wide one."""
-        stream = _stream(args, kwargs)
-        return None if stream is None else _handing(_wide(stream), stream, args, kwargs)
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, Any] | None:
+        """Hand the stream tensor over as a wide one. Without `kwargs` it was taken off during this call."""
+        stream = None if kwargs is None else _stream(args, kwargs)
+        return None if stream is None or kwargs is None else _handing(_wide(stream), stream, args, kwargs)
 
     def __str__(self) -> str:
         return "float32"

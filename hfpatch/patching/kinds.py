@@ -35,15 +35,25 @@ class Attribute(Kind):
 
     def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
         now = self.now(module, record.slot)
-        if now is record.after or now == record.after:
+        if _equal(now, record.after):
             return HERE
-        return State("gone" if now is record.before or now == record.before else "changed", show(now))
+        if now is ABSENT:
+            return State("gone", "not there")
+        return State("gone" if _equal(now, record.before) else "changed", show(now))
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         if record.before is ABSENT:
             module.__dict__.pop(record.slot, None)
         else:
             module.__dict__[record.slot] = record.before
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """True if two values are the same; a tensor or an array, whose comparison is no bool, equals itself only."""
+    if value is other:
+        return True
+    same = value == other
+    return isinstance(same, bool) and same
 
 
 class Hook(HookKind):
@@ -63,7 +73,7 @@ class TensorInPlace(Kind):
     """A parameter's or buffer's values are replaced; the tensor stays the same object.
 
     `record.after` is a function of the old values, `record.before` the old values. Where the tensor is gone, or has
-    another shape since, there is nothing to put them back into: undone by name, the record is dropped.
+    another shape since, there is nothing to put them back into, and a revert drops the record.
     """
 
     trains = True
@@ -84,9 +94,9 @@ class TensorInPlace(Kind):
     def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
         tensor = _tensor(module, record.slot)
         if tensor is None:
-            return State("gone", "no tensor any more")
+            return State("changed", COMPUTED) if _computed(module, record.slot) else State("gone", "no tensor any more")
         if tensor.shape != record.before.shape:
-            return State("changed", f"of shape {tuple(tensor.shape)}")
+            return State("gone", f"of shape {tuple(tensor.shape)}")
         return HERE
 
     def compare(self, root: nn.Module, module: nn.Module, record: Record) -> State:
@@ -95,10 +105,10 @@ class TensorInPlace(Kind):
         if tensor is None or state != HERE or _elsewhere(tensor):
             return state
         now = tensor.detach()
-        if torch.equal(now, record.after(record.before).to(now)):
+        if _holds(now, record.after(record.before)):
             return HERE
-        if torch.equal(now, record.before.to(now)):
-            return State("gone", self.now(module, record.slot))
+        if _holds(now, record.before):
+            return State("gone", f"at what it was before the patch ({self.now(module, record.slot)})")
         return State("trained", f"trained or set since ({self.now(module, record.slot)})")
 
     def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
@@ -106,7 +116,9 @@ class TensorInPlace(Kind):
         outside = wrapped(Survey(root))
         if outside is not None and outside[1] == "FSDP":
             return f"inside FSDP ({outside[0] or 'the model'}), which keeps the values in shards of its own"
-        return None if tensor is None else _elsewhere(tensor)
+        if tensor is None:
+            return COMPUTED if _computed(module, record.slot) else None
+        return _elsewhere(tensor)
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _put(module, record, record.before)
@@ -123,8 +135,23 @@ class TensorInPlace(Kind):
 
 
 def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
-    found = getattr(module, slot.removeprefix("tensor "), None)
+    name = slot.removeprefix("tensor ")
+    found = module._parameters.get(name, module._buffers.get(name))
     return found if isinstance(found, torch.Tensor) else None
+
+
+COMPUTED = "computed from other tensors (parametrized, or pruned): take that off, then revert"
+
+
+def _computed(module: nn.Module, slot: str) -> bool:
+    """True if a tensor is no parameter any more, but made of others whenever the module is called."""
+    return isinstance(getattr(module, slot.removeprefix("tensor "), None), torch.Tensor)
+
+
+def _holds(now: torch.Tensor, values: torch.Tensor) -> bool:
+    """True if a tensor holds these values, as far as its dtype, or a half precision it was in meanwhile, keeps them."""
+    rounded = (values, values.half(), values.bfloat16(), values.bfloat16().half(), values.half().bfloat16())
+    return any(torch.equal(now, each.to(now)) for each in rounded)
 
 
 def _elsewhere(tensor: torch.Tensor) -> str | None:
@@ -138,11 +165,12 @@ def _elsewhere(tensor: torch.Tensor) -> str | None:
 
 def _put(module: nn.Module, record: Record, values: torch.Tensor) -> None:
     tensor = _tensor(module, record.slot)
+    if tensor is None and _computed(module, record.slot):
+        raise RuntimeError(f"it is {COMPUTED}")
     if tensor is not None and tensor.shape == values.shape:
         if elsewhere := _elsewhere(tensor):
             raise RuntimeError(f"it is {elsewhere}")
-        with torch.no_grad():
-            tensor.copy_(values)
+        tensor.detach().copy_(values)  # an interruption as torch.no_grad ends would leave gradients off for good
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(

@@ -179,7 +179,7 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
         return [replace(own, reason=verdict.reason, hint=patch.suggests)]
     if isinstance(verdict, NotNeeded):
         mine = _in_force(context)[entry.id]
-        reason = f"already applied ({mine} edits)" if mine else verdict.reason
+        reason = _applied_already(mine) if mine else verdict.reason
         return [replace(own, decided="not needed", reason=reason, already=mine)]
     found = Resolved()
     for template in patch.edits:
@@ -196,7 +196,7 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
         grouped.setdefault(_effect(entry, context, edit), []).append(edit)
     own = replace(own, already=found.done, otherwise=found.otherwise)
     if not grouped and not found.changed:
-        return [replace(own, decided="not needed", reason=f"already applied ({found.done} edits)")]
+        return [replace(own, decided="not needed", reason=_applied_already(found.done))]
     unseen = any(kind_of(e.kind).unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
         return [replace(own, reason=reason, lapsed=found.lapsed)]
@@ -227,6 +227,10 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     return out
 
 
+def _applied_already(edits: int) -> str:
+    return f"already applied ({edits} edit{'' if edits == 1 else 's'})"
+
+
 class Resolved:
     """The edits of one patch for one submodel, by what the model carries of them already."""
 
@@ -246,7 +250,7 @@ class Resolved:
             return ""
         first = self.again[0]
         record = record_at(first.module, first.slot)
-        count = f"{len(self.again)} of its edits are" if len(self.again) > 1 else "an edit of it is"
+        count = f"{len(self.again)} of its edits are" if len(self.again) > 1 else "one of its edits is"
         patch = record.patch if record else "hfpatch"
         return f"{patch} was applied before and {count} gone, first {first.slot} of {first.path or 'the model itself'}"
 

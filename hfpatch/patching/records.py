@@ -110,9 +110,13 @@ def add(module: nn.Module, record: Record) -> None:
 
 def advance(module: nn.Module, record: Record, phase: Phase) -> Record:
     """Put a record into another phase. Returns the record the module carries then."""
-    moved = replace(record, phase=phase)
-    _keep(module, [moved if r is record else r for r in records_of(module)])
-    return moved
+    return exchange(module, record, replace(record, phase=phase))
+
+
+def exchange(module: nn.Module, record: Record, other: Record) -> Record:
+    """Let a module carry another record in the place of one. Returns the other."""
+    _keep(module, [other if r is record else r for r in records_of(module)])
+    return other
 
 
 def forget(module: nn.Module, record: Record) -> None:

@@ -114,14 +114,13 @@ class Status:
 
 
 def _lapsed_line(patch: str, word: Word, edits: list[Standing]) -> str:
-    first, count = edits[0], f"{len(edits)} of its edits" if len(edits) > 1 else "an edit of it"
-    is_now = f"is {first.state.now}" if word == "changed" else first.state.now
+    first, count = edits[0], f"{len(edits)} of its edits are" if len(edits) > 1 else "one of its edits is"
     remedy = {
         "gone": "hfpatch.apply(model) sets it again where the model needs it, hfpatch.revert(model) clears the rest",
         "changed": f"hfpatch.revert(model, only={patch!r}) puts back what was there before the patch",
         "unfinished": "hfpatch.revert(model) cleans it",
     }
-    return f"{patch}: {count} {word}: {first.place} {is_now}: {remedy[word]}".replace("  ", " ")
+    return f"{patch}: {count} {word}: {first.place} is {first.state.now}: {remedy[word]}"
 
 
 def status(model: object, *, compare: bool = False) -> Status:

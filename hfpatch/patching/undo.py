@@ -14,7 +14,7 @@ from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching.arguments import Names, ids, names
 from hfpatch.patching.edits import kind_of, state_of, undo
 from hfpatch.patching.guards import compiled_already
-from hfpatch.patching.records import UNFINISHED, Record, forget, logged, show
+from hfpatch.patching.records import UNFINISHED, Record, advance, forget, logged, record_at, show
 from hfpatch.report import say
 
 _lock = threading.RLock()
@@ -62,7 +62,7 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
 
 
 def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
-    """Undo what can be undone, the newest first, and say what stays. One edit that cannot be undone stops no other."""
+    """Undo what can be undone, the last in the model first, and say what stays."""
     unseen = any(kind_of(r.kind).unseen for _, _, r in log)
     compiled = compiled_already(Survey(model)) if unseen else None
     states = {id(r): state_of(model, module, r, compare=True) for _, module, r in log}
@@ -88,6 +88,8 @@ def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: 
                 undo(model, module, r)
             except (*REJECTIONS, NotImplementedError) as error:
                 blocked[f"{r.patch}: {r.slot} of {place}: {type(error).__name__}: {error}"] = None
+                if state != UNFINISHED and (there := record_at(module, r.slot)) is not None:
+                    advance(module, there, "written")  # no interruption: what it is now is seen by a look
             else:
                 lines |= {f"hfpatch: {r.patch} reverted: {lost}": None} if lost is not None else {}
     say(list(lines))
