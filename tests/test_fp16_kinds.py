@@ -174,7 +174,6 @@ def test_what_keeps_t5_from_being_served_by_a_clamp() -> None:
         ("olmo2", "raw stream"),
         ("megatron-bert", "norm is inside"),
         ("mamba", "cast the stream"),
-        ("bart", "every sum at once"),
         ("switch_transformers", "experts sum"),
     ],
 )
@@ -183,3 +182,9 @@ def test_what_is_not_served_says_why(architecture: str, why: str) -> None:
     (decision,) = (d for d in made.decisions if d.patch == "fp16-residual-overflow")
     assert decision.decided == "refused"
     assert why in decision.reason
+
+
+def test_where_no_stream_grows_nothing_is_needed() -> None:
+    (decision,) = (d for d in hfpatch.plan(tiny_model("bart").half()).decisions if d.patch == "fp16-residual-overflow")
+    assert decision.decided == "not needed"
+    assert "normalise every sum at once" in decision.reason

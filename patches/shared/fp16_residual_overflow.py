@@ -28,13 +28,11 @@ Gemma 3 was tried with real weights; most other architectures only as tiny rando
 overflow. A projection whose own output passes 65,504 is not mended. Whether this model's stream does overflow is not
 asked: every float16 stream of a served architecture is widened. Refused for layers or norms whose forward somebody
 else wrote, and for a module around a layer that, tried alone, does not compute on a float32 stream what it computes
-in float32 (one that casts it by hand). PEFT's AdaptionPrompt added after the patch calls the projections past the
-casts: add it first. A function of your own compiled around the model and called before the patch goes on running the
-code it made; call `torch._dynamo.reset()`. Layers that FSDP2 wraps later with a policy that casts the stream back
-raise at the first call. Not served: streams that modules other than layers read (Gemma 3n, Gemma 4), or that branches
-read before any norm (OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Layers that normalise
-every sum at once (BERT, BART) have no stream that grows. Nothing here outlives `save_pretrained`: a server that loads
-the checkpoint must patch it too.
+in float32. Add PEFT's AdaptionPrompt before the patch: it calls the projections past the casts. Where a function that
+you compiled around the model was called before the patch, call `torch._dynamo.reset()`. Layers that FSDP2 wraps later
+with a policy that casts the stream back raise at the first call. Not served: streams that are read before any norm
+(Gemma 3n, Gemma 4, OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Nothing here outlives
+`save_pretrained`: a server that loads the checkpoint must patch it too.
 
 ## Sources
 huggingface/transformers#36822, huggingface/transformers#39972 (symptom); measured on Gemma 3 270M with
@@ -141,8 +139,7 @@ def condition(context: Context) -> Verdict:
 def symptom(trial: Trial) -> str | None:
     """Non-finite logits, or logits farther from float32 than bfloat16's."""
     logits = trial.logits()
-    bad = int((~logits.isfinite()).sum())
-    if bad:
+    if bad := int((~logits.isfinite()).sum()):
         return f"{bad} of {logits.numel()} logits are not finite"
     error, bfloat16 = trial.error(logits), trial.error(trial.bfloat16)
     return None if error < bfloat16 else f"relative error {error:.1e}, bfloat16 has {bfloat16:.1e}"
@@ -186,10 +183,7 @@ PATCH = Patch(
     ),
     symptom=symptom,
     repros=(*map(_overflowing, ARCHITECTURES), *map(_under_autocast, T5), *map(_clamped, T5)),
-    leaves_alone=(
-        Case("gemma3_text", dtype="bfloat16"),
-        Case("gemma3_text", dtype="float32", autocast="float16"),
-    ),
+    leaves_alone=(Case("gemma3_text", dtype="bfloat16"), Case("gemma3_text", dtype="float32", autocast="float16")),
     refuses={
         "gemma3n_text": "gates and AltUp read the raw stream; run it in bfloat16",
         "gemma4_text": "per-layer inputs and gates read the raw stream; run it in bfloat16",
