@@ -4,23 +4,23 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test quick test-architectures test-browser test-interrupts test-real lint clean
+.PHONY: demo test quick test-architectures test-browser test-thorough test-real lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser and not interrupts"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser and not thorough"
 
 # without ranks, notebooks, pictures, compiled models and processes; each patch on two or three architectures
 quick: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not real and not architectures and not browser and not interrupts"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not real and not architectures and not browser and not thorough"
 
 test-architectures: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m architectures tests
 
-test-interrupts: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m interrupts tests
+test-thorough: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m thorough tests
 
 test-browser: $(VENV)/.installed-test
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }

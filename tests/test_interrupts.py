@@ -22,7 +22,7 @@ def test_an_interruption_is_cleaned_by_the_next_revert(kind: str) -> None:
     assert [(where, left) for where, left in found if left] == []
 
 
-@pytest.mark.interrupts
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sorted(SUBJECTS))
 def test_an_interruption_at_every_line_is_cleaned_by_the_next_revert(kind: str) -> None:
     found = list(trials(kind))

@@ -13,7 +13,7 @@ def test_a_cell_is_as_documented(place: tuple[str, str, str]) -> None:
     assert run(*place).outcome == documented()[place] != "FAILS"
 
 
-@pytest.mark.interrupts
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ALL, ids=" - ".join)
 def test_every_cell_is_as_documented(place: tuple[str, str, str]) -> None:
     assert run(*place).outcome == documented()[place] != "FAILS"
