@@ -136,7 +136,7 @@ class TensorInPlace(Kind):
 
 def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
     name = slot.removeprefix("tensor ")
-    found = module._parameters.get(name, module._buffers.get(name))
+    found = {**module.__dict__["_buffers"], **module.__dict__["_parameters"]}.get(name)
     return found if isinstance(found, torch.Tensor) else None
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patching.functions import CHECKPOINT, OVERWRITES, SHAPING, Tanh, Watch
+from hfpatch.patching.functions import CHECKPOINT
+from hfpatch.patching.one_plus import OVERWRITES, SHAPING, Tanh, Watch
 
 GELU = 0.7978845608, 0.044715
 PRODUCTS = frozenset({"mul", "rmul", "multiply"})
