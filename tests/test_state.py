@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 import hfpatch
 from hfpatch.compat import hooks as tables
 from hfpatch.model.tiny import COMPOSITES, SpeechLLM, tiny_model
+from hfpatch.patching.edits import lifted
 from hfpatch.patching.records import records_of
 from tests.fingerprint import fingerprint
 
@@ -268,6 +269,13 @@ class TestAttention:
         fixes.append(hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False))
         assert [[e.path for e in fix.edits] for fix in fixes] == [[f"model.{first}"], [f"model.{second}"]]
         copies = [copy.deepcopy(model) for _ in range(2)]
+        held = fingerprint(model)
+        for fix in fixes:
+            with lifted(model, fix.log()):
+                chosen = {name: part.config._attn_implementation for name, part in parts.items()}
+                assert chosen.pop(first if fix is fixes[0] else second) == "eager"
+                assert all(name.startswith("hfpatch_") for name in chosen.values())
+            assert fingerprint(model) == held
         fixes[0].revert()
         assert parts[first].config._attn_implementation == "eager"
         assert parts[second].config._attn_implementation.startswith("hfpatch_")

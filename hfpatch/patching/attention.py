@@ -102,22 +102,38 @@ class AttentionChoice(Kind):
 
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Configs = record.before
-        mine = self._architecture(module)
-        was = {
-            id(new): implementation
-            for (_, new), implementation in zip(before.pairs, before.implementations, strict=True)
-            if new.model_type == mine
-        }
-        first = next(iter(was.values()), None)
-        for held in (*_held(module), *(new for _, new in before.pairs)):
-            # also of copies that a later edit made of ours, and of those that modules outside the root hold
-            if id(held) in was:
-                held._attn_implementation_internal = was[id(held)]
-            elif held.model_type == mine and held._attn_implementation == record.after and first is not None:
-                held._attn_implementation_internal = first
+        for config, was in self._chosen(module, record):
+            config._attn_implementation_internal = was
         _hand_over(root, record)
         if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
             _point(root, {id(new): old for old, new in before.pairs})
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        """Put the implementations back where they are: which config a module holds stays as it is."""
+        chosen = list(self._chosen(module, record))
+        held.extend((config, config._attn_implementation) for config, _ in chosen)
+        for config, was in chosen:
+            config._attn_implementation_internal = was
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        for config, now in reversed(held):
+            config._attn_implementation_internal = now
+
+    def _chosen(self, module: nn.Module, record: Record) -> Iterable[tuple[PreTrainedConfig, str]]:
+        """The configs in which an implementation was chosen, each with the one it had.
+
+        They are our copies, which modules outside the root may hold too, and copies that a later edit made of those.
+        """
+        before: Configs = record.before
+        mine = self._architecture(module)
+        pairs = zip(before.pairs, before.implementations, strict=True)
+        copies = [(new, was) for (_, new), was in pairs if new.model_type == mine]
+        known = {id(new) for new, _ in copies}
+        yield from copies
+        for held in _held(module) if copies else ():
+            if held.model_type == mine and held._attn_implementation == record.after and id(held) not in known:
+                known.add(id(held))
+                yield held, copies[0][1]
 
     def _architecture(self, module: nn.Module) -> str:
         config: Any = module.config
