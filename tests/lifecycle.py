@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -188,6 +190,36 @@ def pickled(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits(pickle.loads(pickle.dumps(model)), ids)  # noqa: S301
 
 
+LOADS = """
+import sys, torch
+from torch.utils.hooks import RemovableHandle
+import hfpatch
+model, ids = torch.load(sys.argv[1], weights_only=False)
+for module in model.modules():  # somebody's hooks come and go, under the numbers that this process begins with
+    RemovableHandle.next_id = 0
+    module.register_forward_pre_hook(print).remove()
+    module.register_forward_hook(print).remove()
+assert not hfpatch.status(model).lapsed and hfpatch.status(model)
+with torch.no_grad():
+    patched = model(input_ids=ids).logits.float()
+hfpatch.revert(model)
+assert not hfpatch.status(model).edits and not model(input_ids=ids).logits.isfinite().all()
+assert hfpatch.apply(model, verbose=False, only="fp16-residual-overflow").edits
+torch.save(patched, sys.argv[2])
+"""
+
+
+def in_a_new_process(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What torch.save wrote is loaded elsewhere, run, reverted, and patched again."""
+    apply(model)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder) / name) for name in ("model.pt", "logits.pt")]
+        torch.save((model, ids), files[0])
+        done = subprocess.run([sys.executable, "-c", LOADS, *files], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return torch.load(files[1])
+
+
 def saved_and_loaded(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """A checkpoint carries no patch: what is loaded from it is patched anew."""
     apply(model)
@@ -318,6 +350,7 @@ ROWS = (
     Row("apply, torch.compile, first call, revert", apply_compile_call_revert, "torch._dynamo.reset()"),
     Row("apply, deepcopy, revert the original", deepcopied, WORKS),
     Row("apply, pickle, unpickle", pickled, WORKS),
+    Row("apply, torch.save, torch.load in a new process, revert, apply", in_a_new_process, WORKS),
     Row("apply, save_pretrained, from_pretrained, apply", saved_and_loaded, WORKS),
     Row("apply, gradient checkpointing (reentrant), train", checkpointing(reentrant=True), WORKS),
     Row("apply, gradient checkpointing (not reentrant), train", checkpointing(reentrant=False), WORKS),

@@ -218,7 +218,13 @@ def patch_row(patch_id: str) -> Cell:
     words = {e.state.word for e in fix.status().edits}
     hfpatch.revert(model)
     fine = bool(fix.edits) and words == {"here"} and fingerprint(model) == before
-    return Cell(patch_id, "nothing", "before", "works" if fine else "FAILS", f"{case}, {len(fix.edits)} edits")
+    return Cell(
+        patch_id,
+        "nothing",
+        "before",
+        "works" if fine else "FAILS",
+        f"{case}, {len(fix.edits)} edit{'s' * (len(fix.edits) > 1)}",
+    )
 
 
 def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[int, int]]) -> str:
@@ -262,6 +268,9 @@ def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[
             + ".",
             "",
             *(f"{number}. {text}" for text, number in notes.items()),
+            "",
+            "What `verify` says of a model's KL stands beside the true KL of 15 models in",
+            "[benchmarks/results/verify_kl-cpu.md](../benchmarks/results/verify_kl-cpu.md).",
             "",
             "## Patches",
             "",

@@ -106,7 +106,7 @@ def test_forms_without_values(form: Any, architecture: str) -> None:
         ("opt", scripted),
         ("gpt2", scripted),
         ("gpt2", exported(strict=True)),
-        ("t5", exported(strict=True)),
+        pytest.param("t5", exported(strict=True), marks=pytest.mark.thorough),
     ],
 )
 def test_forms_with_values(form: Any, architecture: str) -> None:

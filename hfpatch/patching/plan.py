@@ -148,7 +148,7 @@ def _decide(
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None))
     # Of several submodels, those it has nothing to do with are not worth a row each.
     telling = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
-    return list(telling.values()) or out[:1]
+    return list(telling.values()) or [max(out, key=lambda d: d.already)]
 
 
 def _known(entry: Entry, context: Context) -> Decision:
