@@ -30,7 +30,7 @@ RECURRENT = "recurrent"
 CONVOLUTION = "convolution"
 
 _STATES = frozenset(("A_log", "D", "time_decay"))
-_LISTS = (nn.ModuleList, nn.Sequential)
+LISTS = (nn.ModuleList, nn.Sequential)
 _INPUTS = (
     (re.compile(r"pixel|flattened_patches|image|video"), VISION),
     (re.compile(r"input_features|input_values|audio|spectrogram"), AUDIO),
@@ -132,7 +132,7 @@ class _Layers:
         bare: list[tuple[str, Items]] = []  # of norms and matrices alone
         taken = "\n"  # in no path
         for path, module in self.survey.modules.items():
-            if path.startswith(taken) or not isinstance(module, _LISTS) or len(module) == 0:
+            if path.startswith(taken) or not isinstance(module, LISTS) or len(module) == 0:
                 continue
             items = [(f"{path}.{name}", item) for name, item in module.named_children()]
             if not all(self.held[id(item)].matrices for _, item in items):
@@ -142,7 +142,7 @@ class _Layers:
                 if self._spread(path, items):
                     mixing.append((path, items))
                 continue
-            if any(isinstance(item, _LISTS) or self._is_stage(item) for _, item in items):
+            if any(isinstance(item, LISTS) or self._is_stage(item) for _, item in items):
                 continue  # the lists in it are met later in this walk
             taken = f"{path}."
             mixers = [self.mixers(item) for _, item in items]
@@ -168,7 +168,7 @@ class _Layers:
     def _is_stage(self, item: nn.Module) -> bool:
         """Whether a list in an item has whole layers for items: the step of a pyramid."""
         return any(
-            isinstance(m, _LISTS)
+            isinstance(m, LISTS)
             and len(m) > 0
             and all(self.held[id(i)].norm and self.held[id(i)].matrices > 1 and self._below(i) for i in m)
             for m in item.modules()
@@ -179,7 +179,7 @@ class _Layers:
         if len(items) < 2 or not all(self.kind(item) for _, item in items):
             return False
         parent = self.survey.modules[path.rpartition(".")[0]]
-        if isinstance(parent, _LISTS) or self.kind(parent):
+        if isinstance(parent, LISTS) or self.kind(parent):
             return False
         return any(
             isinstance(beside, nn.ModuleList) and len(beside) == len(items) and all(is_norm(m) for m in beside)
@@ -209,7 +209,7 @@ class _Layers:
 
     def kind(self, module: nn.Module) -> str | None:
         """What kind of mixer a module is; None for one that is none, or merely holds one."""
-        if isinstance(module, _LISTS):
+        if isinstance(module, LISTS):
             return None
         if isinstance(module, CONVOLUTIONS):
             return CONVOLUTION if max(module.kernel_size) > 1 else None

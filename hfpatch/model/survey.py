@@ -106,7 +106,7 @@ class Survey:
 
     def stock_path(self, path: str) -> str:
         """A path as it is without the users' modules around layers."""
-        outer = path
+        outer = path if self.homes else ""
         while outer and outer not in self.homes:
             outer = outer.rpartition(".")[0]
         return f"{self.homes[outer]}{path[len(outer) :]}" if outer else path
@@ -204,6 +204,22 @@ def root_module(given: object) -> nn.Module:
 
 def _walkable(root: nn.Module) -> nn.Module:
     """The module itself, if torch can walk over what it holds, which it does by recursion."""
+    pending, met = [(root, 1)], set[int]()
+    while pending:
+        module, depth = pending.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
+        children = module.__dict__.get("_modules")
+        if children is None or depth > SHALLOW:
+            return _walked(root)
+        if children:
+            pending.extend([(c, depth + 1) for c in reversed(children.values()) if c is not None])
+    return root
+
+
+def _walked(root: nn.Module) -> nn.Module:
+    """The same, of a deep module or one that is not made yet, with the paths that an error names."""
     deepest, where = 0, ""
     pending, met = [("", root, 1)], set[int]()
     while pending:

@@ -15,7 +15,7 @@ from hfpatch.patching.context import Context, Target
 from hfpatch.patching.decision import Decision, Plan
 from hfpatch.patching.edits import Edit, kind_of, state_of
 from hfpatch.patching.language import UNASKED, Effect, NotNeeded, Offered, Refused
-from hfpatch.patching.records import logged, record_at, show
+from hfpatch.patching.records import record_at, records_of, show
 from hfpatch.patching.registry import Entry
 
 if TYPE_CHECKING:
@@ -96,8 +96,11 @@ STREAM = "fp16-residual-overflow"
 
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:
     """A refusal for each stack that runs in float16 and that no patch serves, where none of the decisions says so."""
-    from hfpatch.patching.unserved import unserved
+    from hfpatch.patching.unserved import all_within, unserved
 
+    served = {d.submodel for d in decisions if d.patch == STREAM and d.decided != "refused"}
+    if all_within(survey, [s.path for at, stacks in survey.stacks.items() if at in served for s in stacks]):
+        return []
     said = [d.submodel for d in decisions if d.patch == STREAM and d.decided == "refused" and d.submodel is not None]
     return [
         Decision(STREAM, row.path, "refused", _unserved_reason(row), vital=True, unasked=True)
@@ -322,9 +325,9 @@ def _check_conflicts(root: nn.Module, decisions: Iterable[Decision]) -> None:
 
 def _in_force(context: Context) -> Counter[str]:
     """How many edits of each patch the object carries that are in force."""
-    root = context.survey.root
+    root, modules = context.survey.root, context.survey.modules.values()
     return context.survey.once(
-        "records", lambda: Counter(r.patch for _, m, r in logged(root) if state_of(root, m, r).in_force)
+        "records", lambda: Counter(r.patch for m in modules for r in records_of(m) if state_of(root, m, r).in_force)
     )
 
 

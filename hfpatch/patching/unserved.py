@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hfpatch.model.facts_layers import LayerList, layer_lists
+from hfpatch.model.facts_layers import LISTS, LayerList, layer_lists
 from hfpatch.model.roles import peeled, stream_dtype, weights_dtype
 from hfpatch.model.survey import Submodel, Survey, inside, starred
 from hfpatch.patching import registry
@@ -60,6 +60,12 @@ def unserved(survey: Survey, compute_dtype: torch.dtype | None = None) -> list[U
     entry = registry.get(PATCH)
     found = (_row(survey, entry, each, compute_dtype) for each in layer_lists(survey))
     return [row for row in found if row is not None]
+
+
+def all_within(survey: Survey, stacks: Collection[str]) -> bool:
+    """True if every list of modules is one of these stacks, or in one: then there is no other stack."""
+    lists = (path for path, m in survey.modules.items() if isinstance(m, LISTS) and len(m) > 1)
+    return bool(stacks) and all(any(inside(path, stack) for stack in stacks) for path in lists)
 
 
 def _row(survey: Survey, entry: Entry, layers: LayerList, compute_dtype: torch.dtype | None) -> Unserved | None:
