@@ -478,7 +478,9 @@ class TestCompiledComposite:
         fix = hfpatch.apply(compiled, verbose=False)
         with torch.no_grad():
             compiled(ids)
-        with pytest.raises(hfpatch.errors.RevertError, match=r"though all else is: .*torch._dynamo.reset\(\) first"):
+        with pytest.raises(
+            hfpatch.errors.RevertError, match=r"which stopped no other edit: .*torch._dynamo.reset\(\) first"
+        ):
             fix.revert()
         assert FP16 in hfpatch.status(model).patches
         assert "get_input_embeddings" not in model.__dict__

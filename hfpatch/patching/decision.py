@@ -145,9 +145,9 @@ def sheet(title: str, plan: Plan, lapsed: Sequence[str] = ()) -> Sheet:
     shown = [d for d in plan.decisions if d not in idle]
     for d in sorted(shown, key=lambda d: (not d.worst, ORDER.index(d.decided), not d.suggested, not d.vital)):
         edits = d.what if d.decided in ("applied", "opt-in") else ""
-        text = "\n".join(t for t in (d.lapsed, edits, d.reason, d.otherwise, d.hint) if t)
-        where = f"{d.patch}\n  {d.submodel}" if d.submodel else d.patch
-        rows.append((where, d.decided, d.effect or "-", text))
+        where = f"in {d.submodel}" if d.submodel else ""
+        text = "\n".join(t for t in (where, d.lapsed, edits, d.reason, d.otherwise, d.hint) if t)
+        rows.append((d.patch, d.decided, d.effect or "-", text))
     others = ", ".join(dict.fromkeys(d.patch for d in idle if d.patch not in {s.patch for s in shown}))
     notes = (*lapsed, *([f"nothing to do here for {others}; only= (--only) says why"] if others else []), *plan.unknown)
     return Sheet(

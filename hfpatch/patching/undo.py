@@ -94,4 +94,4 @@ def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: 
                 lines |= {f"hfpatch: {r.patch} reverted: {lost}": None} if lost is not None else {}
     say(list(lines))
     if blocked:
-        raise RevertError(f"not undone, though all else is: {'; '.join(blocked)}")
+        raise RevertError(f"not undone, which stopped no other edit: {'; '.join(blocked)}")
