@@ -593,7 +593,7 @@ def test_verify_of_a_model_on_the_command_line(saved: Path, tmp_path: Path, here
     assert "a loss needs two" in here("verify", saved, "--tokens", 1, code=2).sentence
     assert "but eps-alignment is a patch" in here("verify", "eps-alignment", "--text", text, code=2).sentence
     assert "no such directory" in here("verify", tmp_path / "nowhere", code=2).sentence
-    assert "Nor is there a directory" in here("verify", "eps-aligment", code=2).sentence
+    assert "(nor is there a directory" in here("verify", "eps-aligment", code=2).sentence
 
 
 def test_a_checkpoint_that_is_not_finite_is_exit_1(saved: Path, tmp_path: Path, here: Callable[..., Ran]) -> None:

@@ -90,7 +90,7 @@ def _patches(name: str | None, wants_model: bool) -> list[str] | None:
         if wants_model or "/" in str(name) or Path(str(name)).exists():
             return None
         raise UnknownPatchError(
-            f"{error}; nor is there a directory of that name (for a model of the hub add --text)"
+            f"{error} (nor is there a directory of that name; for a model of the hub add --text)"
         ) from error
 
 
