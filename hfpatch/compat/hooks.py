@@ -124,11 +124,16 @@ def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(module.__dict__[name] for name in (*BEFORE, *AFTER))
 
 
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks called before a module's forward, and those called after it, without their flags."""
+    return module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]
+
+
 def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) -> list[int]:
     """Return the keys under which a module has these very hooks; with `silent`, those that are silenced too."""
     wanted = {id(hook) for hook in hooks}
     found: list[int] = []
-    for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+    for table in _hooks_of(module):
         for key, hook in table.items():
             if id(hook.hook if silent and isinstance(hook, Silenced) else hook) in wanted:
                 found.append(key)
@@ -143,8 +148,7 @@ def is_set(module: nn.Module, hook: object) -> bool:
 
 def orphans(module: nn.Module) -> list[int]:
     """Return the keys of hfpatch's flags whose hook somebody took off without them."""
-    slots = module.__dict__
-    hooked = slots[BEFORE[-1]].keys() | slots[AFTER[-1]].keys()
+    slots, hooked = module.__dict__, {key for table in _hooks_of(module) for key in table}
     return [key for name in (*BEFORE[:-1], *AFTER[:-1]) for key in slots[name] if key < 0 and key not in hooked]
 
 
@@ -168,7 +172,7 @@ class Silenced:
 def silence(module: nn.Module, hooks: Iterable[object]) -> None:
     """Let a hook that does nothing stand in the place of each of these, so that the order stays."""
     for key in keys(module, hooks):
-        for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+        for table in _hooks_of(module):
             if key in table:
                 table[key] = Silenced(table[key])
 
@@ -176,7 +180,7 @@ def silence(module: nn.Module, hooks: Iterable[object]) -> None:
 def unsilence(module: nn.Module, hooks: Iterable[object]) -> None:
     """Put back those of these hooks that are silenced."""
     wanted = {id(hook) for hook in hooks}
-    for table in (module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]):
+    for table in _hooks_of(module):
         for key, hook in list(table.items()):
             if isinstance(hook, Silenced) and id(hook.hook) in wanted:
                 table[key] = hook.hook

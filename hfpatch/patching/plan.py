@@ -17,13 +17,13 @@ from hfpatch.patching.edits import Edit, kind_of, state_of
 from hfpatch.patching.language import UNASKED, Effect, NotNeeded, Offered, Refused
 from hfpatch.patching.records import record_at, records_of, show
 from hfpatch.patching.registry import Entry
+from hfpatch.patching.unserved import STREAM, all_within, unserved
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from hfpatch.model.survey import Submodel, Survey
-    from hfpatch.patching.unserved import Unserved
 
 SUGGESTED = "suggested"
 
@@ -90,28 +90,17 @@ def plan(
     return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
 
 
-STREAM = "fp16-residual-overflow"
-"""The patch of the residual stream: a stack in float16 that it does not serve is said, whatever the stack is."""
-
-
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:
     """A refusal for each stack that runs in float16 and that no patch serves, where none of the decisions says so."""
-    from hfpatch.patching.unserved import all_within, unserved
-
     served = {d.submodel for d in decisions if d.patch == STREAM and d.decided != "refused"}
     if all_within(survey, [s.path for at, stacks in survey.stacks.items() if at in served for s in stacks]):
         return []
     said = [d.submodel for d in decisions if d.patch == STREAM and d.decided == "refused" and d.submodel is not None]
     return [
-        Decision(STREAM, row.path, "refused", _unserved_reason(row), vital=True, unasked=True)
+        Decision(STREAM, row.path, "refused", row.sentence, vital=True, unasked=True)
         for row in unserved(survey, dtype)
         if not any(row.refused and inside(row.path, path) for path in said)
     ]
-
-
-def _unserved_reason(row: Unserved) -> str:
-    of = f" of {row.architecture}" if row.architecture else ""
-    return f"the stream of its {row.cls}{of} is {row.dtype}, which ends at 65,504, and {row.reason}"
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:

@@ -18,7 +18,8 @@ from hfpatch.patching.drift import drift
 from hfpatch.patching.language import NotNeeded, Refused
 from hfpatch.patching.registry import Entry
 
-PATCH = "fp16-residual-overflow"
+STREAM = "fp16-residual-overflow"
+"""The patch of the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Unserved:
         what = f"{self.path}, {self.cls} of {self.architecture or 'your own modules'}"
         return f"{what}, runs in {self.dtype} and is {'refused' if self.refused else 'not served'}: {self.reason}"
 
+    @property
+    def sentence(self) -> str:
+        """Return why its stream may overflow and stay so, for a plan that names the path beside it."""
+        of = f" of {self.architecture}" if self.architecture else ""
+        return f"the stream of its {self.cls}{of} is {self.dtype}, which ends at 65,504, and {self.reason}"
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON: path, class, architecture, dtype, refused, reason."""
         return {("class" if key == "cls" else key): value for key, value in vars(self).items()}
@@ -57,7 +64,7 @@ def unserved(survey: Survey, compute_dtype: torch.dtype | None = None) -> list[U
         survey: Of the object.
         compute_dtype: The dtype it will be run in, where that is not the one of its weights.
     """
-    entry = registry.get(PATCH)
+    entry = registry.get(STREAM)
     found = (_row(survey, entry, each, compute_dtype) for each in layer_lists(survey))
     return [row for row in found if row is not None]
 
