@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import cpu_name, header, table, write_json
 
-from hfpatch.numerics.attention import fp32_logits_attention
+from hfpatch.numerics.attention_functions import fp32_logits_attention
 
 HEADS = 4
 SCALES = (1, 4, 16, 64, 256, 1024)

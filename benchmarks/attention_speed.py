@@ -17,7 +17,7 @@ import torch
 from common import Row, alternate, cpu_name, header, median, ratio, spread, table, write_json
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hfpatch.numerics.attention import fp32_logits_attention, sdpa_without_cudnn
+from hfpatch.numerics.attention_functions import fp32_logits_attention, sdpa_without_cudnn
 
 WAYS: dict[str, Callable[..., Any]] = {
     "stock sdpa": sdpa_attention_forward,

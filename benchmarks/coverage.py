@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
 
-    from hfpatch.model.tiny import TASKS
+    from hfpatch.lab.tiny import TASKS
 
     facts = header("Architectures covered", cpu_name(), "torch", "transformers", "peft", "hfpatch")
     wanted = [(task, name) for task, known in TASKS.items() for name in sorted(known)]
@@ -66,8 +66,8 @@ def look(task: str, architecture: str) -> dict[str, Any]:
     import transformers
 
     from hfpatch.errors import HfpatchError
+    from hfpatch.lab.tiny import tiny_model
     from hfpatch.model.source import REJECTIONS
-    from hfpatch.model.tiny import tiny_model
 
     transformers.logging.set_verbosity(50)
     found = {"task": task, "architecture": architecture, "step": "yes", "lora": "yes", "fp16": "no"}
@@ -90,7 +90,7 @@ def said(error: Exception) -> str:
 
 def step(model: Any) -> str:
     """A training step on the example inputs. The model is changed."""
-    from hfpatch.model.example import example_inputs
+    from hfpatch.lab.example import example_inputs
 
     out = model.train()(**example_inputs(model))
     loss = out.loss if getattr(out, "loss", None) is not None else out[0].float().square().mean()
@@ -103,7 +103,7 @@ def lora(model: Any) -> str:
     """What PEFT adapts, against the targets, as sets of paths. The model is changed."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    from hfpatch.model.lora import lora_targets
+    from hfpatch.lora.targets import lora_targets
 
     targets = lora_targets(model)
     adapted: set[str] = set()

@@ -307,7 +307,7 @@ def rank_main(rank: int, args: Any, folder: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from hfpatch.guarding.guard import Guard
-    from hfpatch.model.tiny import tiny_model
+    from hfpatch.lab.tiny import tiny_model
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -41,7 +41,7 @@ def mixture() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hfpatch.model.tiny import tiny_config
+    from hfpatch.lab.tiny import tiny_config
 
     dense = list(range(0, MOE_LAYERS, 10))
     config = tiny_config("qwen3_moe", num_hidden_layers=MOE_LAYERS, mlp_only_layers=dense)
@@ -53,7 +53,7 @@ def measure(rounds: int) -> list[Row]:
     """Each model in turn, `rounds` times."""
     from peft import LoraConfig, get_peft_model
 
-    from hfpatch.model.lora import lora_targets
+    from hfpatch.lora.targets import lora_targets
 
     plain, moe = llama(LAYERS), mixture()
     held: Any = get_peft_model(llama(LAYERS), LoraConfig(r=8, **lora_targets(plain).kwargs()))

@@ -42,7 +42,7 @@ def forward(rounds: int, width: int, hidden: int, device: str) -> list[Row]:
     import torch
 
     import hfpatch
-    from hfpatch.model.tiny import SpeechLLM, tiny_model
+    from hfpatch.lab.tiny import SpeechLLM, tiny_model
 
     torch.manual_seed(0)
     stock, patched = (SpeechLLM(tiny_model("llama", hidden_size=hidden), width=width).to(device) for _ in range(2))
@@ -85,7 +85,7 @@ def proof(hidden: int, device: str) -> list[Row]:
     import torch
     from torch import nn
 
-    from hfpatch.model.untouched import default_init
+    from hfpatch.model.projector.untouched import default_init
 
     rows: list[Row] = []
     for width in (384, 1280, 5 * 1280):
@@ -108,7 +108,7 @@ def size() -> list[Row]:
     import torch
 
     import hfpatch
-    from hfpatch.model.tiny import SpeechLLM, tiny_model
+    from hfpatch.lab.tiny import SpeechLLM, tiny_model
 
     rows: list[Row] = []
     features = torch.randn(4096, 384, generator=torch.Generator().manual_seed(1))

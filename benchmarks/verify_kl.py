@@ -100,7 +100,7 @@ def whisper() -> Any:
     """A tiny Whisper with its encoder; `tiny_model` has its decoder alone."""
     from transformers import WhisperForConditionalGeneration
 
-    from hfpatch.model.tiny import tiny_config
+    from hfpatch.lab.tiny import tiny_config
 
     torch.manual_seed(0)
     config = tiny_config("whisper", num_mel_bins=8, max_source_positions=64, encoder_layers=2, decoder_layers=2)

@@ -22,7 +22,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 def main() -> None:
     """Read, unless told to render alone, and write."""
     if sys.argv[1:] != ["--render"]:
-        from hfpatch.model.atlas import read_atlas
+        from hfpatch.atlas.atlas import read_atlas
 
         (DOCS / "atlas.json").write_text(as_json(read_atlas().to_dict()))
     atlas = json.loads((DOCS / "atlas.json").read_text())
@@ -39,7 +39,7 @@ def as_json(atlas: Mapping[str, Any]) -> str:
 
 def atlas_page(atlas: Mapping[str, Any]) -> str:
     """The atlas as Markdown."""
-    from hfpatch.model.atlas_sheets import COLUMNS, cells, kinds
+    from hfpatch.atlas.tables import COLUMNS, cells, kinds
 
     rows: Rows = atlas["architectures"]
     built = {name: row for name, row in rows.items() if "reason" not in row}
@@ -71,7 +71,7 @@ def atlas_page(atlas: Mapping[str, Any]) -> str:
 
 def eps_page(atlas: Mapping[str, Any]) -> str:
     """The eps audit as Markdown."""
-    from hfpatch.model.atlas_eps import Departure, audit
+    from hfpatch.atlas.eps_audit import Departure, audit
 
     found = audit(atlas["architectures"])
     apart = [d for d in found if d.apart]

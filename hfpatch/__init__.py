@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from hfpatch.guarding.helpers import gradient_report as gradient_report
     from hfpatch.guarding.helpers import validate_loss as validate_loss
     from hfpatch.guarding.outcome import Outcome as Outcome
+    from hfpatch.inspecting.inspect import ModelInfo as ModelInfo
+    from hfpatch.inspecting.inspect import inspect as inspect
+    from hfpatch.lora.config import lora_config as lora_config
+    from hfpatch.lora.targets import LoraTargets as LoraTargets
+    from hfpatch.lora.targets import lora_targets as lora_targets
     from hfpatch.model.embed import embed_tokens as embed_tokens
-    from hfpatch.model.inspect import ModelInfo as ModelInfo
-    from hfpatch.model.inspect import inspect as inspect
-    from hfpatch.model.lora import LoraTargets as LoraTargets
-    from hfpatch.model.lora import lora_targets as lora_targets
-    from hfpatch.model.lora_config import lora_config as lora_config
     from hfpatch.numerics.losses import normalized_mse as normalized_mse
     from hfpatch.patching.apply import Applied as Applied
     from hfpatch.patching.apply import apply as apply
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from hfpatch.patching.status import Status as Status
     from hfpatch.patching.status import status as status
     from hfpatch.patching.undo import revert as revert
-    from hfpatch.patching.verify import Proof as Proof
-    from hfpatch.patching.verify import verify as verify
-    from hfpatch.scanning.report import ScanReport as ScanReport
+    from hfpatch.patching.verifying.verify import Proof as Proof
+    from hfpatch.patching.verifying.verify import verify as verify
+    from hfpatch.scanning.result import ScanReport as ScanReport
     from hfpatch.scanning.scan import scan as scan
 
 __version__ = "0.1.0"
@@ -55,16 +55,16 @@ _HOMES = {
     "Hazards": "hfpatch.guarding.hazard",
     "check": "hfpatch.guarding.hazards",
     "scan": "hfpatch.scanning.scan",
-    "ScanReport": "hfpatch.scanning.report",
+    "ScanReport": "hfpatch.scanning.result",
     "Guard": "hfpatch.guarding.guard",
     "GuardCallback": "hfpatch.guarding.callback",
     "Outcome": "hfpatch.guarding.outcome",
     "embed_tokens": "hfpatch.model.embed",
-    "ModelInfo": "hfpatch.model.inspect",
-    "inspect": "hfpatch.model.inspect",
-    "LoraTargets": "hfpatch.model.lora",
-    "lora_targets": "hfpatch.model.lora",
-    "lora_config": "hfpatch.model.lora_config",
+    "ModelInfo": "hfpatch.inspecting.inspect",
+    "inspect": "hfpatch.inspecting.inspect",
+    "LoraTargets": "hfpatch.lora.targets",
+    "lora_targets": "hfpatch.lora.targets",
+    "lora_config": "hfpatch.lora.config",
     "Applied": "hfpatch.patching.apply",
     "Status": "hfpatch.patching.status",
     "apply": "hfpatch.patching.apply",
@@ -74,8 +74,8 @@ _HOMES = {
     "list_patches": "hfpatch.patching.catalogue",
     "Plan": "hfpatch.patching.decision",
     "plan": "hfpatch.patching.plan",
-    "Proof": "hfpatch.patching.verify",
-    "verify": "hfpatch.patching.verify",
+    "Proof": "hfpatch.patching.verifying.verify",
+    "verify": "hfpatch.patching.verifying.verify",
 }
 
 __all__ = [

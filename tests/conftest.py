@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from hfpatch.cli import main
-from hfpatch.model.tiny import rescale, tiny_model
+from hfpatch.lab.tiny import rescale, tiny_model
 
 ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}

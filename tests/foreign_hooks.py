@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import hfpatch
-from hfpatch.model.overflowing import overflow
+from hfpatch.lab.overflow import overflow
 from hfpatch.nn import ModulationAdapter
 
 BATCH = {"input_ids": torch.arange(12).view(2, 6) + 3, "labels": torch.arange(12).view(2, 6) + 3}

@@ -128,7 +128,7 @@ def train(folder: str, *, ruined: bool = False) -> None:
     from transformers import Trainer, TrainingArguments
 
     from hfpatch.guarding.callback import GuardCallback
-    from hfpatch.model.tiny import tiny_model
+    from hfpatch.lab.tiny import tiny_model
 
     class Poisoned(Trainer):
         def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.model.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
+from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
 from hfpatch.patching.apply import carry_out
 from hfpatch.patching.records import records_of
 from tests.fingerprint import fingerprint

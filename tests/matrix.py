@@ -24,7 +24,7 @@ from hfpatch.compat import hooks as tables
 from hfpatch.errors import HfpatchError
 from hfpatch.patching import registry
 from hfpatch.patching.records import records_of
-from hfpatch.patching.trial import build
+from hfpatch.patching.verifying.trial import build
 from tests.fingerprint import fingerprint
 from tests.interrupts import SUBJECTS, Subject, trials
 from tests.lifecycle import gloo

@@ -15,10 +15,10 @@ from torch import nn
 
 import hfpatch
 from hfpatch.advice import advice, answering
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import Case
-from hfpatch.patching.trial import build
+from hfpatch.patching.verifying.trial import build
 from hfpatch.symptoms import SYMPTOMS
 from hfpatch.tracing import trace
 from hfpatch.tracing.finding import Finding

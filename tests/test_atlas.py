@@ -12,13 +12,13 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 import hfpatch
+from hfpatch.atlas import atlas as module
+from hfpatch.atlas.atlas import Row, architectures, of_architecture, read_atlas, read_row
+from hfpatch.atlas.eps_audit import DESIGNED, DISPUTED, audit
 from hfpatch.errors import InputError
-from hfpatch.model import atlas as module
-from hfpatch.model.atlas import Row, architectures, of_architecture, read_atlas, read_row
-from hfpatch.model.atlas_eps import DESIGNED, DISPUTED, audit
+from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.fault import field_at_fault
 from hfpatch.model.source import REJECTIONS, load_config
-from hfpatch.model.tiny import tiny_model
 from tests.conftest import Ran
 
 LAYERS: dict[str, set[tuple[str, str, int, str]]] = {

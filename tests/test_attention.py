@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hfpatch
-import hfpatch.patching.attention  # registers the implementations by name
+import hfpatch.patching.kinds.attention_choice  # registers the implementations by name
 from hfpatch.errors import ConflictError, RefusedError, RevertError
+from hfpatch.lab.tiny import rescale, tiny_config, tiny_model
 from hfpatch.model.attention import attentions
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import rescale, tiny_config, tiny_model
-from hfpatch.numerics import attention
-from hfpatch.numerics.attention import differs_from_eager, fp32_logits_attention, sdpa_without_cudnn
+from hfpatch.numerics import attention_functions as attention
+from hfpatch.numerics.attention_functions import differs_from_eager, fp32_logits_attention, sdpa_without_cudnn
 from tests.fingerprint import fingerprint
 
 FP32 = "fp32-attention-logits"

@@ -16,7 +16,7 @@ from torch import nn
 import hfpatch
 from hfpatch import testing
 from hfpatch.errors import HfpatchError, InputError
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 from hfpatch.nn import BoundedModulation, ModulationAdapter
 from hfpatch.patching import registry
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import hfpatch
 from hfpatch.errors import HfpatchError, InputError, NotAModelError
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 
 
 class Selfish(nn.Module):

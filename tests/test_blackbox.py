@@ -21,7 +21,7 @@ from hfpatch.blackbox import BlackBox, Bundle, read
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.callback import GuardCallback
 from hfpatch.guarding.guard import Guard
-from hfpatch.model.tiny import rescale, tiny_model
+from hfpatch.lab.tiny import rescale, tiny_model
 from tests.fingerprint import fingerprint
 from tests.test_guard import everything
 from tests.test_guard_trainer import Watch as Weights

@@ -35,8 +35,8 @@ from hfpatch.errors import InputError, NotAModelError
 from hfpatch.guarding.checks import unscales
 from hfpatch.guarding.hazard import Hazard, Hazards
 from hfpatch.guarding.hazards import check
+from hfpatch.lab.tiny import SpeechLLM, tiny_config, tiny_model
 from hfpatch.model.source import build_on_meta
-from hfpatch.model.tiny import SpeechLLM, tiny_config, tiny_model
 from tests.test_guard_trainer import logs, trainer
 
 SMALL: dict[str, Any] = {

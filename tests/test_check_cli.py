@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hfpatch.model.tiny import tiny_config
+from hfpatch.lab.tiny import tiny_config
 from tests.test_cli import bad, good, hfpatch
 
 

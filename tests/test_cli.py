@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from hfpatch.cli import main
-from hfpatch.model.tiny import tiny_config
+from hfpatch.lab.tiny import tiny_config
 from hfpatch.patching import registry
 from tests.conftest import Ran
 

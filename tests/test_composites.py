@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import hfpatch
-from hfpatch.model.tiny import SpeechLLM, rescale, tiny_model
+from hfpatch.lab.tiny import SpeechLLM, rescale, tiny_model
 from tests.conftest import OVERFLOWING
 from tests.fingerprint import fingerprint
 from tests.test_embed import WHISPER

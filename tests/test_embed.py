@@ -30,7 +30,7 @@ from transformers import (
 
 import hfpatch
 from hfpatch.errors import NoEmbeddingError, RefusedError
-from hfpatch.model.tiny import SpeechLLM, tiny_model
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 VISION = {

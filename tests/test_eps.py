@@ -22,10 +22,10 @@ from transformers import (
 
 import hfpatch
 from hfpatch.errors import InputError
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.model.added import added_modules
 from hfpatch.model.norms import is_norm, untrained
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import SpeechLLM, tiny_model
 from tests.test_embed import WHISPER
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import WhisperModel
 
 import hfpatch
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 from tests.fingerprint import fingerprint
 from tests.test_embed import WHISPER
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 from tests import foreign_hooks
 from tests.test_guard_ranks import ROOT
 

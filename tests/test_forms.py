@@ -14,8 +14,8 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hfpatch
-from hfpatch.model.tiny import tiny_model
-from hfpatch.patching.hooks import Handed, InFloat32
+from hfpatch.lab.tiny import tiny_model
+from hfpatch.patching.kinds.casts import Handed, InFloat32
 
 Batch = dict[str, Any]
 TORCH_NORMS = ("gpt2", "gpt_neox", "opt", "t5", "pegasus")

@@ -14,8 +14,8 @@ from transformers import CompileConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
-from hfpatch.model.tiny import SpeechLLM, rescale, tiny_model
-from hfpatch.patching.lending import weights_as
+from hfpatch.lab.tiny import SpeechLLM, rescale, tiny_model
+from hfpatch.patching.verifying.lending import weights_as
 from tests.conftest import OVERFLOWING
 
 

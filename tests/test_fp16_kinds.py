@@ -12,10 +12,10 @@ from torch import nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import hfpatch
-from hfpatch.model.example import example_inputs
-from hfpatch.model.overflowing import overflow
+from hfpatch.lab.example import example_inputs
+from hfpatch.lab.overflow import overflow
+from hfpatch.lab.tiny import rescale, tiny_model
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import rescale, tiny_model
 
 TORCH_NORMS = ("gpt2", "falcon", "opt", "nemotron")
 WIDE_OUT = {"*.wo.weight": 1e7}

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import get_scheduler
 
 from hfpatch.errors import GuardStop, InputError
+from hfpatch.guarding.gradient_norms import clip_, tensor_norms
 from hfpatch.guarding.guard import Guard
 from hfpatch.guarding.judge import WARMUP
-from hfpatch.guarding.norms import clip_, tensor_norms
 from hfpatch.guarding.outcome import Reason
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 
 NAN, INF = math.nan, math.inf
 

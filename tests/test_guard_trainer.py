@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hfpatch.blackbox import BlackBox
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.callback import GuardCallback
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 from tests.test_guard_ranks import launch
 
 ROWS = 16

@@ -20,9 +20,9 @@ from transformers import PreTrainedConfig
 
 import hfpatch
 from hfpatch.errors import InputError, ModelNotFoundError, NotAModelError
-from hfpatch.model.inspect import ModelInfo
+from hfpatch.inspecting.inspect import ModelInfo
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.model.source import model_class
-from hfpatch.model.tiny import SpeechLLM, tiny_model
 from tests.fingerprint import fingerprint
 
 E, EV = 3e-4, 7e-4  # eps of the text part and of the vision part: no default of any class

@@ -11,7 +11,7 @@ from torch import nn
 
 import hfpatch
 import hfpatch.numerics.modulation
-from hfpatch.model.tiny import COMPOSITES, tiny_model
+from hfpatch.lab.tiny import COMPOSITES, tiny_model
 from tests.interrupts import SUBJECTS, trials
 
 

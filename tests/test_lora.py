@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from hfpatch.errors import InputError
-from hfpatch.model.lora import lora_targets
-from hfpatch.model.lora_config import lora_config
-from hfpatch.model.lora_maps import Reading
-from hfpatch.model.lora_places import frame_of, places
-from hfpatch.model.lora_spec import pattern
-from hfpatch.model.tiny import SpeechLLM, tiny_model
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
+from hfpatch.lora.config import lora_config
+from hfpatch.lora.matrices import Reading
+from hfpatch.lora.names import pattern
+from hfpatch.lora.places import frame_of, places
+from hfpatch.lora.targets import lora_targets
 
 QKVO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 GATED = (*QKVO, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

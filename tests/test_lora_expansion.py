@@ -16,10 +16,10 @@ from torch import nn
 
 import hfpatch
 from hfpatch.errors import InputError, RefusedError
-from hfpatch.model.composites_lora import peft_all, peft_qv
-from hfpatch.model.lora_expand import cannot_grow
+from hfpatch.lab.composites_lora import peft_all, peft_qv
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
+from hfpatch.lora.expand import cannot_grow
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import SpeechLLM, tiny_model
 from tests.fingerprint import fingerprint
 from tests.test_lora import DENSE, adapted, meant, reads_as_experts
 

@@ -19,10 +19,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hfpatch
 from hfpatch.errors import InputError, RefusedError
-from hfpatch.model.composites_modulation import Modulation, gated, modulated, trained_modulated
-from hfpatch.model.tanh import calls_functional_tanh
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.composites_modulation import Modulation, gated, modulated, trained_modulated
+from hfpatch.lab.tiny import tiny_model
 from hfpatch.patching.announce import announcement
+from hfpatch.patching.tanh.in_code import calls_functional_tanh
 from tests.fingerprint import fingerprint
 
 ID = "sigmoid-modulation"

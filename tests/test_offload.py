@@ -15,8 +15,8 @@ from torch import nn
 
 import hfpatch
 from hfpatch.errors import RefusedError
-from hfpatch.model.composites_modulation import modulated
-from hfpatch.model.tiny import SpeechLLM, tiny_model
+from hfpatch.lab.composites_modulation import modulated
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
 
 IDS = torch.arange(24).reshape(2, 12)
 

@@ -19,10 +19,12 @@ from hfpatch.errors import (
     RefusedError,
     UnknownPatchError,
 )
+from hfpatch.lab.tiny import SpeechLLM
 from hfpatch.model.source import build_on_meta
-from hfpatch.model.tiny import SpeechLLM
-from hfpatch.patching import guards, kinds, registry, select
-from hfpatch.patching.kind import Record
+from hfpatch.patching import preconditions as guards
+from hfpatch.patching import registry, select
+from hfpatch.patching.kinds import table as kinds
+from hfpatch.patching.kinds.base import Record
 from hfpatch.patching.language import Needed
 from tests.fingerprint import fingerprint
 

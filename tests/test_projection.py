@@ -15,10 +15,10 @@ from torch import nn
 
 import hfpatch
 from hfpatch.errors import InputError, RefusedError
-from hfpatch.model import projector as projectors
+from hfpatch.lab.tiny import SpeechLLM, tiny_model, trained_speech_llm
+from hfpatch.model.projector import projector as projectors
+from hfpatch.model.projector.untouched import default_init, untouched
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import SpeechLLM, tiny_model, trained_speech_llm
-from hfpatch.model.untouched import default_init, untouched
 from hfpatch.numerics.init import Normal, Zeros
 from tests.fingerprint import fingerprint
 

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertForToken
 import hfpatch as package
 from hfpatch.blackbox import BlackBox, read
 from hfpatch.guarding.guard import Guard
-from hfpatch.model.tiny import rescale, tiny_model
+from hfpatch.lab.tiny import rescale, tiny_model
 from tests.conftest import OVERFLOWING, Ran
 from tests.test_cli import hfpatch
 

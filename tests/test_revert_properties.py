@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hfpatch
-from hfpatch.model.tiny import SpeechLLM, tiny_model
+from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.patching import registry
 from tests.fingerprint import fingerprint
 

@@ -31,7 +31,7 @@ from hfpatch.scanning import values as values_module
 from hfpatch.scanning import worker as worker_module
 from hfpatch.scanning.header import Tensor, read_header
 from hfpatch.scanning.layout import total_bytes
-from hfpatch.scanning.report import Found, ScanReport
+from hfpatch.scanning.result import Found, ScanReport
 
 scan_module = importlib.import_module("hfpatch.scanning.scan")
 FLOATS = {

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import hfpatch
 from hfpatch.compat import hooks as tables
-from hfpatch.model.tiny import COMPOSITES, SpeechLLM, tiny_model
+from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, tiny_model
 from hfpatch.patching.edits import lifted
 from hfpatch.patching.records import records_of
 from tests.fingerprint import fingerprint
@@ -490,7 +490,7 @@ class TestCompiledComposite:
 
 
 def test_a_blocked_edit_blocks_no_other(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfpatch.patching import kinds
+    from hfpatch.patching.kinds import table as kinds
 
     model = SpeechLLM(tiny("gemma3_text"))
     fix = hfpatch.apply(model, verbose=False)

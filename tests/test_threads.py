@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.model.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_model
 from tests.fingerprint import HOOKS, fingerprint
 
 ROUNDS = 80

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hfpatch.errors import InputError
-from hfpatch.model.tiny import NOT_TINY, TASKS, tiny_config
+from hfpatch.lab.tiny import NOT_TINY, TASKS, tiny_config
 from hfpatch.testing import example_inputs, tiny_model
 
 KINDS: dict[str, tuple[str, str | None]] = {

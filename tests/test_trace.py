@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 import hfpatch
 from hfpatch.errors import InputError, NotAModelError
-from hfpatch.model.tiny import rescale, tiny_model
+from hfpatch.lab.tiny import rescale, tiny_model
 from tests.fingerprint import fingerprint
 
 NAN = float("nan")

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import hfpatch as hfpatch_module
-from hfpatch.model.tiny import rescale, tiny_model
+from hfpatch.lab.tiny import rescale, tiny_model
 from tests.conftest import OVERFLOWING, Ran
 from tests.test_cli import hfpatch
 

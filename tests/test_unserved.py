@@ -10,8 +10,8 @@ from torch import nn
 from transformers import WhisperModel
 
 import hfpatch
+from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import tiny_model
 from hfpatch.patching.unserved import unserved
 from tests.test_embed import WHISPER
 from tests.test_feeding import Speech, Stages, torchs

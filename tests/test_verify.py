@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 import hfpatch
+from hfpatch.lab.tiny import SpeechLLM, tiny_config
 from hfpatch.model.rebuilt import as_loaded, floating_buffers
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import SpeechLLM, tiny_config
-from hfpatch.patching.lending import as_it_was, weights_as
+from hfpatch.patching.verifying.lending import as_it_was, weights_as
 from hfpatch.report.progress import patience
 from hfpatch.testing import example_inputs, tiny_model
 from tests.conftest import Ran

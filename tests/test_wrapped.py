@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
-from hfpatch.model.eps import ADDED, norm_kinds
-from hfpatch.model.overflowing import overflow
+from hfpatch.inspecting.eps import ADDED, norm_kinds
+from hfpatch.lab.overflow import overflow
+from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.survey import Survey
-from hfpatch.model.tiny import tiny_model
 from tests.lifecycle import gloo
 
 

@@ -18,7 +18,7 @@ from hfpatch.blackbox.packing import plain
 from hfpatch.blackbox.rerun import Rerun
 from hfpatch.guarding.outcome import Facts, Reason
 from hfpatch.guarding.recorder import Event
-from hfpatch.model.facts import dtype_name
+from hfpatch.inspecting.facts import dtype_name
 from hfpatch.model.roles import weights_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.patching.status import status

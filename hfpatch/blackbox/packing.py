@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hfpatch.errors import InputError
-from hfpatch.model.facts import dtype_name
+from hfpatch.inspecting.facts import dtype_name
 from hfpatch.tracing.tensors import DEPTH
 
 Described = dict[str, Any]

@@ -13,7 +13,7 @@ def demo(json: Json = False) -> None:
     quiet_transformers()
     import torch
 
-    from hfpatch.model.tiny import rescale, tiny_model
+    from hfpatch.lab.tiny import rescale, tiny_model
     from hfpatch.patching.announce import announcement
     from hfpatch.patching.apply import apply
     from hfpatch.patching.plan import plan

@@ -43,7 +43,7 @@ def inspect(
         raise InputError("no model named: want a hub name, a directory, a config.json, or --all")
     quiet_transformers()
     broken_patch_files()
-    from hfpatch.model.inspect import inspect as look
+    from hfpatch.inspecting.inspect import inspect as look
     from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.plan import plan
 
@@ -56,7 +56,7 @@ def inspect(
 
 
 def _show_all(json: bool) -> None:
-    from hfpatch.model.atlas import architectures, read_atlas
+    from hfpatch.atlas.atlas import architectures, read_atlas
     from hfpatch.report.progress import progress
 
     wanted = architectures()

@@ -136,7 +136,7 @@ def _run(
     from hfpatch.model.source import REJECTIONS
     from hfpatch.report.progress import progress
     from hfpatch.tracing.checkpoint import reason
-    from hfpatch.tracing.places import places
+    from hfpatch.tracing.watched import places
 
     model = checkpoint.model
     found = places(model)
@@ -164,7 +164,7 @@ def _run(
 def _facts(
     checkpoint: Checkpoint, batch: dict[str, torch.Tensor], text: str | None, loss: float | None, scale: float | None
 ) -> dict[str, Any]:
-    from hfpatch.model.facts import dtype_name
+    from hfpatch.inspecting.facts import dtype_name
 
     model = checkpoint.model
     return {

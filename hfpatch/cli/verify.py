@@ -21,7 +21,7 @@ from hfpatch.cli.common import (
 from hfpatch.errors import InputError, UnknownPatchError
 
 if TYPE_CHECKING:
-    from hfpatch.patching.verify import CaseResult
+    from hfpatch.patching.verifying.verify import CaseResult
 
 
 def verify(
@@ -100,7 +100,7 @@ def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
     quiet_transformers()
     import torch
 
-    from hfpatch.patching.verify import prove_patch
+    from hfpatch.patching.verifying.verify import prove_patch
 
     torch.set_num_threads(1)  # the cases are tiny: threads only wait for each other
     results: list[CaseResult] = []
@@ -148,7 +148,7 @@ def _verify_model(
     words = read_text(text, tokens)
     quiet_transformers()
     from hfpatch.patching.arguments import as_dtype
-    from hfpatch.patching.verify import verify as verify_model
+    from hfpatch.patching.verifying.verify import verify as verify_model
     from hfpatch.tracing.checkpoint import load
 
     checkpoint = load(name, dtype=as_dtype(dtype), device=torch_device(device), trust_remote_code=trust_remote_code)

@@ -27,10 +27,10 @@ from transformers.trainer_callback import ExportableState
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, optional, want
 from hfpatch.guarding.checks import check, trained
+from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.guard import follow, unwrapped
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
-from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts
 from hfpatch.guarding.recorder import BOX, Box, Recorder, conclude
 from hfpatch.report import say

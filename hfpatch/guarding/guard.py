@@ -13,9 +13,9 @@ from torch import nn
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
 from hfpatch.guarding.checks import check, held, trained
+from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.judge import Judge, Verdict, check_loss
 from hfpatch.guarding.ledger import Limits
-from hfpatch.guarding.norms import clip_
 from hfpatch.guarding.outcome import Facts, Outcome
 from hfpatch.guarding.recorder import BOX, Box, conclude
 from hfpatch.model.survey import root_module

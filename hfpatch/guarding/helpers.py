@@ -11,7 +11,7 @@ import torch
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import plain
-from hfpatch.guarding.norms import piece, tensor_norms
+from hfpatch.guarding.gradient_norms import piece, tensor_norms
 from hfpatch.model.survey import root_module
 from hfpatch.report import Sheet
 

@@ -14,8 +14,8 @@ import torch
 
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, Kind, optional, want
+from hfpatch.guarding.gradient_norms import piece, tensor_norms
 from hfpatch.guarding.ledger import NAMED, Ledger, Limits
-from hfpatch.guarding.norms import piece, tensor_norms
 from hfpatch.guarding.outcome import Facts, Reason
 
 if TYPE_CHECKING:

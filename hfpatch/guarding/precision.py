@@ -10,7 +10,7 @@ import torch
 from hfpatch.guarding.checks import plain, quantised, unscales, zero_eps
 from hfpatch.guarding.hazard import Hazard
 from hfpatch.guarding.subject import Subject
-from hfpatch.model import facts
+from hfpatch.inspecting import facts
 from hfpatch.model.roles import weights_dtype
 
 BF16_CAPABILITY = (8, 0)

@@ -13,7 +13,7 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.guarding.checks import plain, trained
 from hfpatch.guarding.settings import Settings, read_settings
-from hfpatch.model import facts
+from hfpatch.inspecting import facts
 from hfpatch.model.survey import Survey, peek
 
 

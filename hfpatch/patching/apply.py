@@ -26,7 +26,7 @@ from hfpatch.report import Sheet, say
 if TYPE_CHECKING:
     import torch
 
-    from hfpatch.patching.verify import Proof
+    from hfpatch.patching.verifying.verify import Proof
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Applied:
         Raises:
             InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
         """
-        from hfpatch.patching.verify import prove
+        from hfpatch.patching.verifying.verify import prove
 
         return prove(self, batch, runs)
 

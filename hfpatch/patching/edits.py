@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import RefusedError
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.kind import Kind
+from hfpatch.patching.kinds.base import Kind
 from hfpatch.patching.records import UNFINISHED, Record, State, add, advance, forget, record_at, show
 from hfpatch.patching.select import Selection
 
@@ -175,7 +175,7 @@ def in_float32(where: Selection) -> Template:
     """
 
     def hook(_context: Context, _target: Target) -> Any:
-        from hfpatch.patching.hooks import InFloat32
+        from hfpatch.patching.kinds.casts import InFloat32
 
         return InFloat32()
 
@@ -184,7 +184,7 @@ def in_float32(where: Selection) -> Template:
 
 def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float32", "weights"]) -> Template:
     def hook(context: Context, target: Target) -> Any:
-        from hfpatch.patching.hooks import CastInput, CastOutput, dtype_rule
+        from hfpatch.patching.kinds.casts import CastInput, CastOutput, dtype_rule
 
         rule = dtype_rule(to, target.module, context.compute_dtype, context.stream_dtype)
         return CastInput(rule) if side == "input" else CastOutput(rule)
@@ -195,7 +195,7 @@ def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float
 
 def kind_of(name: str) -> Kind:
     """The kind of edit of a name. Imports torch, which the listing of patches does without."""
-    from hfpatch.patching.kinds import KINDS
+    from hfpatch.patching.kinds.table import KINDS
 
     return KINDS[name]
 

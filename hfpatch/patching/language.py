@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hfpatch.patching.context import Context
     from hfpatch.patching.edits import Template
     from hfpatch.patching.select import Selection
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 Effect = Literal["exact", "equivalent", "prepares", "changes-function", "reinitialises", "adds-parameters"]
 Decided = Literal["applied", "not needed", "opt-in", "refused"]
@@ -105,7 +105,7 @@ class Case:
         scale: Parameter globs -> factor, to bring tiny random weights into the failing range.
         fill: Parameter globs -> constant.
         config: Overrides for the tiny config.
-        inside: Name of a composite of `hfpatch.model.tiny` that holds the model; None for the bare model.
+        inside: Name of a composite of `hfpatch.lab.tiny` that holds the model; None for the bare model.
         autocast: Dtype of an autocast region around the run; None for none.
         attention: Implementation of attention; set in the config by hand, as people do where the setter refuses.
         padded: Tokens of padding on the left of the first of the two rows.

@@ -163,7 +163,7 @@ def _blank(entry: Entry, context: Context) -> Decision:
 
 
 def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]:
-    from hfpatch.patching.guards import compiled_already, compiled_elsewhere, drift_verdict
+    from hfpatch.patching.preconditions import compiled_already, compiled_elsewhere, drift_verdict
 
     patch, own = entry.patch, _blank(entry, context)
     verdict = patch.condition(context)

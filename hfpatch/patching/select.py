@@ -109,7 +109,7 @@ def parts_around() -> Selection:
 
 def _around(description: str, *, in_float32: bool) -> Selection:
     def parts(stack: Stack) -> Iterable[Place]:
-        from hfpatch.patching.wrapped import computes_in_float32, wants_cast
+        from hfpatch.patching.stand_ins.wrapped import computes_in_float32, wants_cast
 
         return (place for place in stack.around() if (computes_in_float32 if in_float32 else wants_cast)(place[1]))
 

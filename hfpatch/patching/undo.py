@@ -13,7 +13,7 @@ from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching.arguments import Names, ids, names
 from hfpatch.patching.edits import kind_of, state_of, undo
-from hfpatch.patching.guards import compiled_already
+from hfpatch.patching.preconditions import compiled_already
 from hfpatch.patching.records import UNFINISHED, Record, advance, forget, logged, record_at, show
 from hfpatch.report import say
 

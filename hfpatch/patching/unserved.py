@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.model.facts_layers import LISTS, LayerList, layer_lists
+from hfpatch.inspecting.layers import LISTS, LayerList, layer_lists
 from hfpatch.model.roles import peeled, stream_dtype, weights_dtype
 from hfpatch.model.survey import Submodel, Survey, inside, starred
 from hfpatch.patching import registry

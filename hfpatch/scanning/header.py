@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from hfpatch.errors import InputError
 from hfpatch.scanning.formats import BITS
-from hfpatch.scanning.report import brief
+from hfpatch.scanning.result import brief
 
 LONGEST = 100_000_000
 """Bytes of a header, at most; the format's own limit."""

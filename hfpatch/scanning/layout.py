@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.errors import InputError
-from hfpatch.scanning.report import brief
+from hfpatch.scanning.result import brief
 
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -14,9 +14,9 @@ from hfpatch.errors import InputError
 from hfpatch.given import FUNCTION, PATH, WHOLE, optional, want
 from hfpatch.scanning import shards
 from hfpatch.scanning.header import Tensor, read_header
-from hfpatch.scanning.judge import findings, notes, sorted_notes
 from hfpatch.scanning.layout import Folder, find
-from hfpatch.scanning.report import Census, Found, ScanReport
+from hfpatch.scanning.result import Census, Found, ScanReport
+from hfpatch.scanning.verdicts import findings, notes, sorted_notes
 
 if TYPE_CHECKING:
     from hfpatch.scanning.values import Piece, Values

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hfpatch.scanning.header import Tensor
 from hfpatch.scanning.layout import SUFFIX, Folder, Index
-from hfpatch.scanning.report import Found, brief
+from hfpatch.scanning.result import Found, brief
 
 TOLD = 20
 """Tensors of one kind that an index is wrong about and that are named; the others are counted."""

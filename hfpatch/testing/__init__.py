@@ -1,7 +1,7 @@
 """For authors of patches and libraries: tiny models with inputs for them, and the proof of a patch's own cases."""
 
-from hfpatch.model.example import example_inputs as example_inputs
-from hfpatch.model.tiny import SpeechLLM as SpeechLLM
-from hfpatch.model.tiny import tiny_model as tiny_model
-from hfpatch.patching.verify import CaseResult as CaseResult
-from hfpatch.patching.verify import prove_patch as prove_patch
+from hfpatch.lab.example import example_inputs as example_inputs
+from hfpatch.lab.tiny import SpeechLLM as SpeechLLM
+from hfpatch.lab.tiny import tiny_model as tiny_model
+from hfpatch.patching.verifying.verify import CaseResult as CaseResult
+from hfpatch.patching.verifying.verify import prove_patch as prove_patch

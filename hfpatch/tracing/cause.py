@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfpatch.model.facts import dtype_name
+from hfpatch.inspecting.facts import dtype_name
 from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.roles import is_block
 from hfpatch.tracing.operations import SOFTMAX, Operand, Origin

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.model.facts import dtype_name
-from hfpatch.tracing import replay
+from hfpatch.inspecting.facts import dtype_name
+from hfpatch.tracing import drill as replay
 from hfpatch.tracing.calls import Call
 from hfpatch.tracing.cause import cause
 from hfpatch.tracing.events import Event

@@ -27,9 +27,9 @@ from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.headroom import Headroom, headroom
-from hfpatch.tracing.hooks import Hook, Hooks, transformed
-from hfpatch.tracing.places import places
+from hfpatch.tracing.module_hooks import Hook, Hooks, transformed
 from hfpatch.tracing.watch import Watch
+from hfpatch.tracing.watched import places
 
 P = ParamSpec("P")
 R = TypeVar("R")

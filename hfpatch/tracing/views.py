@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from hfpatch.model.facts import dtype_name
+from hfpatch.inspecting.facts import dtype_name
 from hfpatch.report.heatmap import Cell, Heatmap
 from hfpatch.report.sheet import Sheet
 from hfpatch.tracing.events import Event, Phase, Step
 from hfpatch.tracing.finding import Finding
-from hfpatch.tracing.places import Places
+from hfpatch.tracing.watched import Places
 
 
 def sheet(

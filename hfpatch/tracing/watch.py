@@ -18,8 +18,8 @@ from torch import nn
 from hfpatch.numerics.statistics import Rows, rows
 from hfpatch.tracing.calls import Call, snapshot, version
 from hfpatch.tracing.events import Event, Phase, Step
-from hfpatch.tracing.places import Places
 from hfpatch.tracing.tensors import cached, floating, local, measurable
+from hfpatch.tracing.watched import Places
 
 Role = Literal["input", "output", "parameter", "buffer"]
 SLOTS: tuple[tuple[Role, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))

@@ -36,7 +36,7 @@ from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Verdict
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 HOPPER = (9, 0)
 
@@ -48,7 +48,7 @@ def condition(context: Context) -> Verdict:
     """Needed where the weights are on a GPU on which the probe gives NaN."""
     import torch
 
-    from hfpatch.numerics.attention import cudnn_backward_fails
+    from hfpatch.numerics.attention_functions import cudnn_backward_fails
 
     if not context.attentions or context.submodel is None:
         return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")

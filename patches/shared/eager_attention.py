@@ -34,7 +34,7 @@ from hfpatch.patching.language import Case, Effect, NotNeeded, Offered, Patch, R
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 
 def condition(context: Context) -> Verdict:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 
 def condition(context: Context) -> Verdict:

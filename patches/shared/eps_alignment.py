@@ -42,7 +42,7 @@ from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Patch, Re
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 
 def backbone_eps(context: Context) -> float | None:
@@ -80,7 +80,7 @@ def condition(context: Context) -> Verdict:
 
 def _left_alone(context: Context) -> str:
     """The added norms with another eps that are not touched, each with the reason; empty where there are none."""
-    from hfpatch.patching.feeding import left_alone, said
+    from hfpatch.patching.stand_ins.feeding import left_alone, said
 
     if context.submodel is None:
         return ""
@@ -127,7 +127,7 @@ def _norms(context: Context) -> Iterable[Target]:
     from hfpatch.patching.context import Target
 
     if context.submodel is not None:
-        from hfpatch.patching.feeding import left_alone
+        from hfpatch.patching.stand_ins.feeding import left_alone
 
         left = left_alone(context.survey, context.submodel)
         yield from (target for target in select.added_norms().find(context) if target.path not in left)

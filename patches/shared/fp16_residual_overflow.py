@@ -48,7 +48,7 @@ from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, U
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 ARCHITECTURES = (
     "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid", "bamba",
@@ -115,7 +115,7 @@ POST_NORM = "attention and MLP read the raw stream, their norms come after them;
 def condition(context: Context) -> Verdict:
     """Needed where the stream is, or is planned to be, float16."""
     from hfpatch.model.roles import unread
-    from hfpatch.patching.wrapped import obstacle
+    from hfpatch.patching.stand_ins.wrapped import obstacle
 
     if context.submodel is not None and context.submodel.architecture in NORMALISED:
         return NotNeeded(NORMALISES)

@@ -39,7 +39,7 @@ from hfpatch.patching.language import Case, Needed, NotNeeded, Offered, Patch, R
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 NAMES = (edits.FP32_LOGITS, edits.FP32_LOGITS_MASKED)
 
@@ -54,7 +54,7 @@ WHAT = "logits above 65,504 and padded rows become NaN"
 def condition(context: Context) -> Verdict:
     """Needed for eager attention in float16; offered elsewhere."""
     from hfpatch.model.attention import exists, softcap
-    from hfpatch.numerics.attention import differs_from_eager
+    from hfpatch.numerics.attention_functions import differs_from_eager
 
     if not context.attentions or context.submodel is None:
         return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")

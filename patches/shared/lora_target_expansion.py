@@ -45,15 +45,15 @@ from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, V
 if TYPE_CHECKING:
     from torch import nn
 
-    from hfpatch.model.lora_expand import Gap
-    from hfpatch.patching.adapters import Expansions
+    from hfpatch.lora.expand import Gap
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.kinds.adapter import Expansions
+    from hfpatch.patching.verifying.trial import Trial
 
 
 def condition(context: Context) -> Verdict:
     """Needed where an active adapter misses a linear map that PEFT could adapt and can name."""
-    from hfpatch.model.lora_expand import cannot_grow, tuners, unmanaged
+    from hfpatch.lora.expand import cannot_grow, tuners, unmanaged
 
     found = tuners(context.survey)
     if not found:
@@ -90,14 +90,14 @@ def condition(context: Context) -> Verdict:
 
 def gaps_of(context: Context, tuner: nn.Module) -> tuple[Gap, ...]:
     """What each adapter in question of one PEFT model misses: the active ones, or those the option names."""
-    from hfpatch.model.lora_expand import gaps
+    from hfpatch.lora.expand import gaps
 
     return gaps(context.survey, tuner, context.options["adapters"])
 
 
 def symptom(trial: Trial) -> str | None:
     """The adapter leaves out linear maps of the blocks."""
-    from hfpatch.model.lora_expand import gaps, tuners
+    from hfpatch.lora.expand import gaps, tuners
     from hfpatch.model.survey import Survey
 
     survey = Survey(trial.model)
@@ -107,7 +107,7 @@ def symptom(trial: Trial) -> str | None:
 
 
 def _tuners(context: Context) -> Iterable[Target]:
-    from hfpatch.model.lora_expand import tuners
+    from hfpatch.lora.expand import tuners
     from hfpatch.patching.context import Target
 
     for path, tuner in tuners(context.survey).items():
@@ -120,7 +120,7 @@ def _slot(context: Context, target: Target) -> str:
 
 
 def _expansions(context: Context, target: Target) -> Expansions:
-    from hfpatch.patching.adapters import Expansion, Expansions
+    from hfpatch.patching.kinds.adapter import Expansion, Expansions
 
     short = _short(context, target.module)
     return Expansions(tuple(Expansion(gap.adapter, gap.missing, gap.names) for gap in short))

@@ -44,9 +44,9 @@ from hfpatch.patching import edits, select
 from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Offered, Patch, Refused, Verdict
 
 if TYPE_CHECKING:
-    from hfpatch.model.projector import Projector
+    from hfpatch.model.projector.projector import Projector
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.verifying.trial import Trial
 
 
 def condition(context: Context) -> Verdict:
@@ -55,7 +55,7 @@ def condition(context: Context) -> Verdict:
 
     from hfpatch.errors import RefusedError
     from hfpatch.model.named import check_submodel
-    from hfpatch.model.projector import embedding_rms, output_rms, unfit
+    from hfpatch.model.projector.projector import embedding_rms, output_rms, unfit
     from hfpatch.numerics.init import check_draw
 
     survey, backbone, options = context.survey, context.submodel, context.options
@@ -92,14 +92,14 @@ def condition(context: Context) -> Verdict:
 
 def proved_all(context: Context, chosen: Iterable[Projector]) -> bool:
     """Whether all provably hold what torch drew."""
-    from hfpatch.model.projector import proved
+    from hfpatch.model.projector.projector import proved
 
     return all(proved(context.survey, p) for p in chosen)
 
 
 def projectors(context: Context) -> tuple[Projector, ...]:
     """The one projector of the fed model, or those that the option `modules` names."""
-    from hfpatch.model.projector import choose
+    from hfpatch.model.projector.projector import choose
 
     if context.submodel is None:
         return ()
@@ -121,7 +121,7 @@ def _named(context: Context) -> tuple[str, ...]:
 def _modulated(context: Context) -> tuple[str, ...]:
     """Paths of modules that multiply by 1 + tanh: their layers write factors, no embeddings."""
     from hfpatch.model.survey import inside
-    from hfpatch.patching.probe import modulations
+    from hfpatch.patching.tanh.probe import modulations
 
     home = context.submodel.path if context.submodel else ""
     found = modulations(context.survey)
@@ -129,7 +129,7 @@ def _modulated(context: Context) -> tuple[str, ...]:
 
 
 def _draw(context: Context, target: Target) -> object:
-    from hfpatch.model.projector import embedding_rms, input_rms
+    from hfpatch.model.projector.projector import embedding_rms, input_rms
     from hfpatch.numerics.init import Normal
 
     chosen = projectors(context)
@@ -153,7 +153,7 @@ def symptom(trial: Trial) -> str | None:
     import torch
 
     from hfpatch.model.embed import embed_tokens
-    from hfpatch.model.projector import rms
+    from hfpatch.model.projector.projector import rms
 
     layer: Any = trial.model.get_submodule("speech_proj")
     noise = torch.randn(512, layer.in_features, generator=torch.Generator().manual_seed(1)).to(layer.weight)

@@ -39,13 +39,13 @@ from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Patch, Re
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.probe import Found
-    from hfpatch.patching.trial import Trial
+    from hfpatch.patching.tanh.probe import Found
+    from hfpatch.patching.verifying.trial import Trial
 
 
 def probed(context: Context) -> Mapping[str, Found]:
     """What a probe found, by path: of the user's modules whose code may have 1 + tanh, and of those that are named."""
-    from hfpatch.patching.probe import modulations
+    from hfpatch.patching.tanh.probe import modulations
 
     return modulations(context.survey, named(context))
 
@@ -125,7 +125,7 @@ def symptom(trial: Trial) -> str | None:
     """Modulation vectors of -8 let nothing through."""
     import torch
 
-    from hfpatch.model.composites_modulation import Modulation
+    from hfpatch.lab.composites_modulation import Modulation
 
     worst = 1.0
     for module in trial.model.modules():
@@ -148,7 +148,7 @@ def _modulations(context: Context) -> Iterable[Target]:
 
 def _bounds(context: Context, target: Target) -> object:
     from hfpatch.numerics.modulation import check_bounds
-    from hfpatch.patching.functions import Bounded
+    from hfpatch.patching.kinds.one_plus_tanh import Bounded
 
     return Bounded(
         *check_bounds(context.options["low"], context.options["high"]), probed(context)[target.path].functional

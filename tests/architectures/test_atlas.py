@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from hfpatch.model.atlas import architectures, of_architecture, read_row, versions
-from hfpatch.model.inspect import inspect
+from hfpatch.atlas.atlas import architectures, of_architecture, read_row, versions
+from hfpatch.inspecting.inspect import inspect
 from hfpatch.model.source import build_on_meta
 from tests.conftest import ROOT
 

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hfpatch.atlas.atlas import MAPPINGS
 from hfpatch.errors import InputError
-from hfpatch.model.atlas import MAPPINGS
-from hfpatch.model.example import example_inputs
-from hfpatch.model.lora import LoraTargets, lora_targets
+from hfpatch.lab.example import example_inputs
+from hfpatch.lab.tiny import TASKS, tiny_model
+from hfpatch.lora.targets import LoraTargets, lora_targets
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.tiny import TASKS, tiny_model
 
 pytestmark = pytest.mark.architectures
 

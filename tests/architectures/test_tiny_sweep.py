@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.errors import InputError
-from hfpatch.model.example import NOT_TRAINED
-from hfpatch.model.tiny import NOT_TINY, TASKS, tiny_config
+from hfpatch.lab.example import NOT_TRAINED
+from hfpatch.lab.tiny import NOT_TINY, TASKS, tiny_config
 from hfpatch.testing import example_inputs, tiny_model
 
 pytestmark = pytest.mark.architectures

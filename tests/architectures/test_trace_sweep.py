@@ -11,8 +11,8 @@ from torch import nn
 
 import hfpatch
 from hfpatch.errors import InputError
+from hfpatch.lab.tiny import TASKS
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.tiny import TASKS
 from hfpatch.testing import example_inputs, tiny_model
 
 pytestmark = pytest.mark.architectures

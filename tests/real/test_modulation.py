@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hfpatch
 from hfpatch.nn import ModulationAdapter
-from hfpatch.patching.functions import Bounded
+from hfpatch.patching.kinds.one_plus_tanh import Bounded
 from tests.conftest import load_script
 
 pytestmark = pytest.mark.real

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hfpatch
-from hfpatch.model.tiny import SpeechLLM
-from hfpatch.model.untouched import untouched
+from hfpatch.lab.tiny import SpeechLLM
+from hfpatch.model.projector.untouched import untouched
 
 pytestmark = pytest.mark.real
 

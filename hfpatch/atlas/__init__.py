@@ -1,0 +1,1 @@
+"""Every architecture of transformers, from its default config."""

@@ -1,0 +1,1 @@
+"""What `hfpatch inspect` tells of a model."""

@@ -1,0 +1,142 @@
+"""A `ModelInfo` as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfpatch.report import Sheet
+
+if TYPE_CHECKING:
+    from hfpatch.inspecting.buffers import Buffers
+    from hfpatch.inspecting.eps import NormKind
+    from hfpatch.inspecting.experts import Experts
+    from hfpatch.inspecting.facts import Attention, Embedding
+    from hfpatch.inspecting.inspect import ModelInfo
+    from hfpatch.inspecting.layers import LayerKind, LayerList
+
+
+def sheets(info: ModelInfo) -> tuple[Sheet, ...]:
+    """Facts, submodels where there are several, layers, experts, fused projections, norms, attention, hazards."""
+    out = [_facts(info)]
+    if len(info.submodels) > 1:
+        rows = tuple((s.path or "(root)", f"{s.cls}\n  {s.architecture}", f"{s.parameters:,}") for s in info.submodels)
+        out.append(Sheet("Submodels", ("path", "class and architecture", "parameters"), rows, wide=("path",)))
+    if info.layers:
+        columns = ("path", "layers", "of", "what mixes tokens")
+        out.append(Sheet("Layers", columns, tuple(map(_layers, info.layers)), wide=("path", columns[-1])))
+    if info.experts:
+        columns = ("path", "experts", "router", "beside")
+        out.append(Sheet("Experts", columns, tuple(map(_experts, info.experts)), wide=("path", "router", "beside")))
+    if info.fused:
+        rows = tuple((f.path, ", ".join(f.parts), f"{f.count:,}") for f in info.fused)
+        out.append(Sheet("Fused projections", ("path", "parts", "count"), rows, wide=("path", "parts")))
+    if info.norms:
+        out.append(Sheet("Norms", ("path", "eps", "from", "count"), _norms(info.norms), wide=("path", "from")))
+    if info.attention:
+        rows = tuple((a.path or "(root)", a.implementation, _others(a), a.note) for a in info.attention)
+        noted = any(a.note for a in info.attention)
+        columns = ("path", "attention", "accepts too", "note") if noted else ("path", "attention", "accepts too")
+        out.append(Sheet("Attention", columns, tuple(r[: len(columns)] for r in rows), wide=("path", *columns[2:])))
+    if info.hazards:
+        out.append(Sheet("Hazards", (), (), tuple(f"- {h}" for h in info.hazards)))
+    return tuple(out)
+
+
+def _facts(info: ModelInfo) -> Sheet:
+    dtypes = ", ".join(f"{name} {size:,}" for name, size in info.dtypes.items())
+    rows = [("parameters", f"{info.parameters:,} ({_short(info.parameters)}): {dtypes}")]
+    rows.append(("trainable", "all" if info.trainable == info.parameters else f"{info.trainable:,}"))
+    rows.append(("weights", "loaded" if info.weights_loaded else "not loaded"))
+    rows.append(("declared dtype", info.declared_dtype or "none"))
+    if info.quantization:
+        rows.append(("quantization", info.quantization))
+    rows.extend(("embedding", _embedding(e)) for e in info.embeddings)
+    rows.extend(("head", f"{h.path}, {'tied to the embedding' if h.tied else 'weight of its own'}") for h in info.heads)
+    rows.extend(("residual stream", f"in {s.dtype}, through {s.path}") for s in info.stacks if s.dtype)
+    rows.extend(("not in a checkpoint", line) for line in _buffers(info.buffers))
+    rows.extend(("wrapped in", f"{w.kind} at {w.path or '(root)'}") for w in info.wrappers)
+    rows.extend(("adapter", f"{a.name} ({a.kind}){'' if a.active else ', not active'}") for a in info.adapters)
+    title = f"{info.cls} ({info.architecture})" if info.architecture else info.cls
+    return Sheet(f"{title}  {info.name}".rstrip(), ("", " "), tuple(rows), wide=(" ",))
+
+
+def _embedding(e: Embedding) -> str:
+    size = f", {e.vocabulary:,} x {e.width:,}" if e.vocabulary and e.width else ""
+    scale = "" if e.scale is None else f", x {e.scale:g} ({e.scale_at})"
+    return f"{e.path} ({e.cls}){size}{scale}"
+
+
+def _buffers(buffers: tuple[Buffers, ...]) -> list[str]:
+    """Rotary tables first; the others of one name in one line."""
+    rotary = [b.path for b in buffers if b.rotary and not b.path.endswith("original_inv_freq")]
+    others: dict[str, int] = {}
+    for b in buffers:
+        if not b.rotary:
+            others[b.path.rpartition(".")[2]] = others.get(b.path.rpartition(".")[2], 0) + b.count
+    lines = [f"rotary: {', '.join(rotary)}"] if rotary else []
+    if others:
+        lines.append(", ".join(name if n == 1 else f"{name} ({n})" for name, n in others.items()))
+    return lines
+
+
+def _layers(found: LayerList) -> tuple[str, ...]:
+    kinds = [_kind(k, len(found.kinds) > 1) for k in found.kinds]
+    return (found.path, str(found.layers), found.modality, "\n".join(kinds))
+
+
+def _kind(kind: LayerKind, several: bool) -> str:
+    classes = ", ".join(dict.fromkeys(cls for _, cls in kind.mixers)) or kind.cls
+    return f"{kind.kinds}: {classes}" + (f" in {spans(kind.layers)}" if several else "")
+
+
+def spans(indices: tuple[int, ...]) -> str:
+    """`0-2, 4` for 0, 1, 2, 4; equal steps as `3, 7, ... 31`."""
+    runs: list[list[int]] = []
+    for i in indices:
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    told = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+    return ", ".join(told) if len(told) <= 4 else f"{told[0]}, {told[1]}, ... {told[-1]}"
+
+
+def _experts(e: Experts) -> tuple[str, ...]:
+    chosen = f"{e.per_token} of " if e.per_token else ""
+    names = f" ({', '.join(e.parameters)})" if e.parameters else ""
+    beside = e.shared or "-"
+    return (f"{e.path}{names}", f"{chosen}{e.count}, {e.layers} layers", f"{e.router or '-'}", beside)
+
+
+def _others(row: Attention) -> str:
+    return ", ".join(name for name in row.accepts if name != row.implementation) or "-"
+
+
+def _norms(kinds: tuple[NormKind, ...]) -> tuple[tuple[str, ...], ...]:
+    """One row for the norms of a stack's layers, or of one parent, that share eps and source."""
+    rows: dict[tuple[str, str, str], list[NormKind]] = {}
+    for kind in kinds:
+        eps = "-" if kind.eps is None else f"{kind.eps:g}"
+        source = f"{kind.source}, changed from {kind.as_built:g}" if kind.changed else kind.source
+        rows.setdefault((_parent(kind.path), eps, source), []).append(kind)
+    return tuple(
+        (
+            "\n  ".join([parent or "(root)", *(k.path[len(parent) :].lstrip(".") for k in group)]),
+            eps,
+            source,
+            f"{sum(k.count for k in group):,}",
+        )
+        for (parent, eps, source), group in rows.items()
+    )
+
+
+def _parent(path: str) -> str:
+    layer, star, _ = path.rpartition(".*.")
+    return f"{layer}.*" if star else path.rpartition(".")[0]
+
+
+def _short(count: int) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return str(count)

@@ -1,0 +1,1 @@
+"""Builds and rescales the toy models that cases are tried on."""

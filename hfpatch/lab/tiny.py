@@ -1,0 +1,205 @@
+"""Tiny random models to try a patch on: real transformers classes from shrunk configs, and composites around them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hfpatch.atlas.atlas import MAPPINGS, architectures
+from hfpatch.errors import InputError
+from hfpatch.given import NUMBER, SIZE, TEXT, WHOLE, Kind, optional, want
+from hfpatch.lab.composites_lora import peft_all, peft_qv
+from hfpatch.lab.composites_modulation import gated, modulated, trained_modulated
+from hfpatch.lab.shrink import shrunk
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.survey import peek
+
+TASKS: dict[str, Mapping[str, str]] = {
+    task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")
+}
+"""What a tiny model may be, the richest first: the architectures that transformers knows for it, with their classes."""
+
+_TIMM = "its image tower is built by timm, which needs the torchvision made for this torch"
+NOT_TINY: dict[str, str] = {
+    "fast_vlm": _TIMM,
+    "gemma3n": f"{_TIMM}; its text model is the architecture gemma3n_text",
+    "perception_lm": _TIMM,
+}
+"""Architectures that no tiny model is built of, with the reason."""
+
+
+def tiny_config(architecture: str, **overrides: Any) -> Any:
+    """A config of a toy: a vocabulary of 64, width 32, four layers of text and two of each tower.
+
+    Args:
+        architecture: `config.model_type`.
+        overrides: Config values, those of the text part where there are several.
+
+    Raises:
+        InputError: transformers knows no such architecture.
+    """
+    if architecture not in CONFIG_MAPPING:
+        raise InputError(f"architecture {architecture!r}: this transformers knows no such model_type")
+    cls: Any = CONFIG_MAPPING[architecture]
+    return cls(**shrunk(cls, **overrides))
+
+
+def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A tiny model in evaluation mode, float32, with eager attention (sdpa on a CPU hides NaN).
+
+    A language model that transformers builds only inside another (`qwen2_vl_text`) comes inside that one. It has some
+    ten thousand to a million parameters. `example_inputs` makes a training batch for it.
+
+    Args:
+        architecture: `config.model_type`.
+        task: multimodal | seq2seq | causal; None takes the first of them that the architecture has.
+        seed: For the weights; the global random state is left as it was.
+        overrides: Config values, those of the text part where there are several.
+
+    Raises:
+        InputError: transformers knows no such architecture, has no model of it for this task, or cannot build one
+            here (`NOT_TINY`).
+    """
+    want("tiny_model", architecture=(architecture, TEXT), task=(task, optional(TEXT)), seed=(seed, WHOLE))
+    architecture = home(architecture)
+    with _refusals(architecture, overrides):
+        config = tiny_config(architecture, **overrides)
+    tasks = [name for name, known in TASKS.items() if architecture in known]
+    if task is not None and task not in tasks:
+        raise InputError(
+            f"tiny_model({architecture!r}, task={task!r}): transformers has it for {', '.join(tasks) or 'no task here'}"
+        )
+    if not tasks:
+        raise InputError(f"tiny_model({architecture!r}): transformers has no language model of it; {', '.join(TASKS)}")
+    if reason := NOT_TINY.get(architecture):
+        raise InputError(f"tiny_model({architecture!r}): {reason}")
+    cls: Any = getattr(transformers, TASKS[task or tasks[0]][architecture])
+    with torch.random.fork_rng(devices=[]), _refusals(architecture, overrides):
+        torch.manual_seed(seed)
+        model = cls._from_config(_of_class(cls, config), attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+@contextmanager
+def _refusals(architecture: str, overrides: Mapping[str, Any]) -> Generator[None]:
+    """What transformers raises of values that the caller gave, as one sentence."""
+    try:
+        yield
+    except REJECTIONS as error:
+        if isinstance(error, InputError) or not overrides:
+            raise
+        what = " ".join(str(error).split())
+        raise InputError(
+            f"tiny_model({architecture!r}): transformers refuses {', '.join(overrides)}: {what}"
+        ) from error
+
+
+@cache
+def home(architecture: str) -> str:
+    """The architecture of the model that is built of one: itself, or the one whose config holds its own.
+
+    Of several, the one that is named most like it.
+    """
+    known = architectures()
+    if architecture in known:
+        return architecture
+    holders = [n for n in known if n in CONFIG_MAPPING and architecture in _parts(CONFIG_MAPPING[n])]
+
+    def alike(name: str) -> int:
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(name, architecture, strict=False))))
+
+    return max(holders, key=alike, default=architecture)
+
+
+def _parts(config: Any) -> set[str | None]:
+    """Architectures of the configs inside a config, at any depth."""
+    parts: list[Any] = list(getattr(config, "sub_configs", {}).values())
+    return {getattr(part, "model_type", None) for part in parts}.union(*map(_parts, parts))
+
+
+def _of_class(cls: Any, config: Any) -> Any:
+    """The part of a config that a model class takes, where it is not the whole."""
+    if isinstance(config, cls.config_class):
+        return config
+    parts = (getattr(config, name) for name in type(config).sub_configs)
+    return next((part for part in parts if isinstance(part, cls.config_class)), config)
+
+
+def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, float]) -> None:
+    """Multiply, or fill, the parameters whose paths match; a glob that matches none is an error.
+
+    Raises:
+        InputError: No parameter matches a glob.
+    """
+    names = dict(model.named_parameters())
+    with torch.no_grad():
+        for pattern, change in [
+            *((p, ("mul_", v)) for p, v in scale.items()),
+            *((p, ("fill_", v)) for p, v in fill.items()),
+        ]:
+            hits = fnmatch.filter(names, pattern)
+            if not hits:
+                raise InputError(f"no parameter of {type(model).__name__} matches {pattern!r}")
+            for name in hits:
+                getattr(names[name], change[0])(change[1])
+
+
+LLM = Kind("a language model", lambda v: isinstance(v, nn.Module) and peek(v, "config") is not None)
+
+
+class SpeechLLM(nn.Module):
+    """Features -> LayerNorm -> projector -> language model, as speech LLMs are built by hand.
+
+    Args:
+        llm: The language model.
+        width: Features a frame.
+        eps: Of the LayerNorm.
+    """
+
+    def __init__(self, llm: PreTrainedModel, width: int = 24, eps: float = 1e-4) -> None:
+        super().__init__()
+        want("SpeechLLM", llm=(llm, LLM), width=(width, SIZE), eps=(eps, NUMBER))
+        self.ln_speech = nn.LayerNorm(width, eps=eps)
+        self.speech_proj = nn.Linear(width, int(llm.config.get_text_config().hidden_size))
+        self.llm = llm
+
+    def forward(self, input_ids: torch.Tensor, features: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Run with `features [batch, frames, width]` before the text `input_ids [batch, tokens]`."""
+        from hfpatch.model.embed import embed_tokens
+
+        embeds = embed_tokens(self.llm)(input_ids)
+        if features is not None:
+            speech = self.speech_proj(self.ln_speech(features.to(self.ln_speech.weight.dtype)))
+            embeds = torch.cat([speech.to(embeds.dtype), embeds], dim=1)
+        return self.llm(inputs_embeds=embeds, **kwargs)
+
+
+def trained_speech_llm(llm: PreTrainedModel) -> SpeechLLM:
+    """A `SpeechLLM` whose LayerNorm and projector no longer have the weights they were made with."""
+    model = SpeechLLM(llm)
+    with torch.no_grad():
+        model.ln_speech.weight.mul_(1.25)
+        model.speech_proj.weight.mul_(1.25)
+    return model
+
+
+COMPOSITES: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
+    "speech-llm": SpeechLLM,
+    "trained-speech-llm": trained_speech_llm,
+    "lora-qv": peft_qv,
+    "lora-all": peft_all,
+    "modulated": modulated,
+    "trained-modulated": trained_modulated,
+    "gated": gated,
+}
+"""What `Case.inside` may name."""

@@ -1,0 +1,5 @@
+"""Where models pickled with release 0.1 look for these names."""
+
+from hfpatch.lab.composites_modulation import Gate as Gate
+from hfpatch.lab.composites_modulation import Modulation as Modulation
+from hfpatch.lab.composites_modulation import RunPart as RunPart

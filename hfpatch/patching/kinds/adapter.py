@@ -1,0 +1,328 @@
+# peft offers no public way to add one layer without touching all the others
+# pyright: reportPrivateUsage=false
+"""A kind of edit: a LoRA adapter that a model carries gains layers on linear maps it misses.
+
+PEFT's own injection re-activates every layer of an adapter, so it is called for the missing layers one by one:
+existing layers, their weights and their flags are not touched. The edited module is PEFT's `LoraModel`.
+The way back takes out the gained layers and nothing else: which adapters are active, what trains and what other
+adapters have in the same place may have been set since, and stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hfpatch.lora.expand import wrapped
+from hfpatch.lora.places import frame_of
+from hfpatch.model.survey import Survey
+from hfpatch.patching.kinds.adapter_places import Before, Expansion, Expansions, Place, is_layer, place_now, places_now
+from hfpatch.patching.kinds.base import Kind
+from hfpatch.patching.records import ABSENT, HERE, Record, State, records_of
+
+PER_ADAPTER = (
+    "r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias", "lora_variant", "lora_dropout", "lora_A",
+    "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+)  # fmt: skip
+"""Tables of a LoRA layer that are keyed by the name of the adapter."""
+
+
+class AdapterTargets(Kind):
+    """Adapters gain layers. A is drawn as PEFT draws it, B is 0, so no output changes.
+
+    The draws come from torch's global generator, exactly those PEFT itself would take for the same modules.
+    """
+
+    def now(self, module: nn.Module, slot: str) -> Any:
+        adapters = slot.removeprefix("adapter ").split(", ")
+        return "; ".join(_shown(_configs(module)[name].target_modules) for name in adapters if name in _configs(module))
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Expansions) -> Before:
+        frame = frame_of(module)
+        wanted = {part.adapter: set(part.modules) for part in after.parts}
+        opening = {part.adapter for part in after.parts if _Model(module, part.adapter).opens}
+        places: dict[str, Place] = {}
+        for path in dict.fromkeys(path for part in after.parts for path in part.modules):
+            parent_path, _, name = path.rpartition(".")
+            parent = frame.get_submodule(parent_path)
+            there: Any = parent._modules[name]
+            gains = tuple(part.adapter for part in after.parts if path in wanted[part.adapter])
+            flags = tuple(p.requires_grad for p in there.parameters())
+            active = there.__dict__.get("_active_adapter", ABSENT)
+            bias = getattr(there, "bias", None)
+            frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
+            opens = active is ABSENT and frozen and not opening.isdisjoint(gains)
+            places[path] = Place(parent, name, there, gains, flags, active, opens)
+        return Before(tuple(_configs(module)[part.adapter].target_modules for part in after.parts), places)
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        before: Before = record.before
+        tuner: Any = module
+        models = [(part, _Model(tuner, part.adapter)) for part in record.after.parts]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set to")
+                for part, model in models:
+                    for path in part.modules:
+                        place = before.places[path]
+                        tuner._create_and_replace(
+                            model.config, part.adapter, place.layer, place.name, place.parent, current_key=path
+                        )
+        finally:
+            for place in before.places.values():
+                _keep(place)
+        for part, model in models:
+            for path in part.modules:
+                model.shape(before.places[path], part.adapter)
+        _rename(module, record)
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        before: Before = record.before
+        others = _others(module, record)
+        bare: set[str] = set()
+        for path, place in places_now(module, record).items():
+            layer = place.layer
+            if is_layer(layer):
+                gains = [name for name in place.gains if name not in others]
+                _unmerge(layer, gains)
+                for adapter in gains:
+                    _pop(layer, adapter)
+                if place.opens:
+                    layer.get_base_layer().bias.requires_grad_(False)
+                if place.bare and not _carried(layer):
+                    place.parent._modules[place.name] = place.there
+                elif place.bare:
+                    _hand_over(module, path, place)
+            if place.bare and place.layer is place.there:
+                bare.add(path)
+            if record.phase == "writing":
+                _as_before(place)
+        for part, names in zip(record.after.parts, before.names, strict=True):
+            if part.adapter in _configs(module) and part.adapter not in others:
+                _configs(module)[part.adapter].target_modules = names
+        noted = _noted(module)
+        noted[:] = [path for path in noted if path not in bare]
+
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        for part in record.after.parts:
+            whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
+            config = _configs(module).get(part.adapter)
+            if config is None:
+                return State("gone", f"deleted{whose}")
+            without = _without(module, record, part)
+            if without:
+                return State("gone", f"without {len(without)} of its layers, first {without[0]}{whose}")
+            if not _has_names(config, part):
+                return State("changed", f"at other target_modules{whose}: {_shown(config.target_modules)}")
+        return HERE
+
+    def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        if (outside := wrapped(Survey(root))) is not None:
+            path, kind = outside
+            return (
+                f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped them, so that "
+                f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
+            )
+        places = places_now(module, record)
+        for part in record.after.parts:
+            whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
+            for path in part.modules:
+                layer = places[path].layer
+                if part.adapter in getattr(layer, "merged_adapters", ()):
+                    return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
+        return None
+
+    def lost(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+        places, others = places_now(module, record), _others(module, record)
+        layers = [
+            (part.adapter, layer)
+            for part in record.after.parts
+            for path in part.modules
+            if part.adapter not in others and part.adapter in _adapted(layer := places[path].layer)
+        ]
+        trained = sum(_trained(layer, adapter) for adapter, layer in layers)
+        return f"the {trained} layers that were trained since are gone with it" if trained else None
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""
+        for place in places_now(module, record).values():
+            layer = place.layer
+            if not is_layer(layer):
+                continue
+            merged, weights = list(layer.merged_adapters), []
+            unmerges = not set(merged).isdisjoint(place.gains)
+            if unmerges:
+                weights = [(p, p.detach().clone()) for p in layer.get_base_layer().parameters(recurse=False)]
+            held.append((layer, layer.__dict__["_active_adapter"], merged, weights))
+            if unmerges:
+                _unmerge(layer, place.gains)
+            layer.__dict__["_active_adapter"] = [name for name in layer.active_adapters if name not in place.gains]
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        for layer, active, merged, weights in held:
+            layer.__dict__["_active_adapter"] = active
+            layer.merged_adapters[:] = merged
+            for parameter, values in weights:
+                parameter.data.copy_(values)
+
+    def added(self, root: nn.Module, module: nn.Module, record: Record) -> Iterable[nn.Parameter]:
+        places = places_now(module, record)
+        for part in record.after.parts:
+            for path in part.modules:
+                yield from _of_adapter(places[path].layer, part.adapter)
+
+
+def _without(tuner: nn.Module, record: Record, part: Expansion) -> list[str]:
+    """Return the places where an adapter has no layer any more."""
+    places = places_now(tuner, record)
+    return [path for path in part.modules if part.adapter not in _adapted(places[path].layer)]
+
+
+def _has_names(config: Any, part: Expansion) -> bool:
+    return not isinstance(config.target_modules, str) and set(config.target_modules) == set(part.names)
+
+
+def _others(tuner: nn.Module, record: Record) -> set[str]:
+    """Return the names under which another adapter was made, with targets of its own, after ours was deleted."""
+    return {
+        part.adapter
+        for part, names in zip(record.after.parts, record.before.names, strict=True)
+        if (config := _configs(tuner).get(part.adapter)) is not None
+        and config.target_modules is not names
+        and not _has_names(config, part)
+        and _without(tuner, record, part)
+    }
+
+
+class _Model:
+    """How an adapter's existing layers are, for the new ones to be the same."""
+
+    def __init__(self, tuner: Any, adapter: str) -> None:
+        layers = [m for m in tuner.model.modules() if adapter in getattr(m, "lora_A", ())]
+        parameters = [p for layer in layers for p in _of_adapter(layer, adapter)]
+        own = copy.copy(tuner.peft_config[adapter])
+        if own.init_lora_weights != "gaussian":
+            own.init_lora_weights = True
+        self.config = own
+        self.trains = any(p.requires_grad for p in parameters)
+        self.opens = own.bias == "lora_only" and self.trains
+        self.dtype = next((p.dtype for p in parameters if p.is_floating_point()), None)
+        self.disabled = any(layer._disable_adapters for layer in layers)
+        self.active = tuner.active_adapters
+
+    def shape(self, place: Place, adapter: str) -> None:
+        """Give a new layer the flags, dtype and mode of the others."""
+        layer = place.layer
+        if place.bare:
+            inner = {id(m) for m in place.there.modules()}
+            for part in layer.modules():
+                if id(part) not in inner:
+                    part.training = place.there.training
+            layer._active_adapter = list(self.active)
+            layer._disable_adapters = self.disabled
+            bias = getattr(place.there, "bias", None)
+            if place.opens and isinstance(bias, nn.Parameter):
+                bias.requires_grad_(True)
+        else:
+            layer.lora_dropout[adapter].train(layer.training)
+        for parameter in _of_adapter(layer, adapter):
+            if self.dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.dtype)
+            parameter.requires_grad_(self.trains)
+
+
+def _keep(place: Place) -> None:
+    """Put back the flags of what was there, which PEFT sets anew whenever a layer is made or gains an adapter."""
+    new = {id(p) for adapter in place.gains for p in _of_adapter(place.layer, adapter)}
+    old = [p for p in place.there.parameters() if id(p) not in new or place.bare]
+    for parameter, flag in zip(old, place.flags, strict=True):
+        parameter.requires_grad_(flag)
+    if not place.bare:
+        place.there.__dict__["_active_adapter"] = place.active
+
+
+def _as_before(place: Place) -> None:
+    """Put back the flags of what was there, and its active adapters, after a write that did not come to its end."""
+    for parameter, flag in zip(place.there.parameters(), place.flags, strict=True):
+        parameter.requires_grad_(flag)
+    if not place.bare:
+        place.there.__dict__["_active_adapter"] = place.active
+
+
+def _carried(layer: Any) -> set[str]:
+    """The adapters in a layer."""
+    return set(layer.lora_A) | set(layer.lora_embedding_A)
+
+
+def _adapted(layer: Any) -> Any:
+    """The adapters with a linear map in a layer; none in a bare map, or where nothing is any more."""
+    return getattr(layer, "lora_A", ())
+
+
+def _trained(layer: Any, adapter: str) -> bool:
+    """Whether B, which is made 0, holds anything else by now."""
+    return any(not p.is_meta and bool(p.detach().any()) for p in layer.lora_B[adapter].parameters())
+
+
+def _unmerge(layer: Any, adapters: Iterable[str]) -> None:
+    """Take these adapters out of the base weights, where they are in; others that are stay in."""
+    merged = list(layer.merged_adapters)
+    rest = [name for name in merged if name not in adapters]
+    if rest == merged:
+        return
+    layer.unmerge()
+    if rest:
+        layer.merge(adapter_names=rest)
+
+
+def _hand_over(module: nn.Module, path: str, place: Place) -> None:
+    """A layer stays for an adapter that came later: if a later record added that, its undo is to unwrap the map."""
+    for record in records_of(module):
+        places = getattr(record.before, "places", {})
+        if path in places and place_now(frame_of(module), path, places[path]).there is place.layer:
+            places[path] = replace(places[path], there=place.there, flags=place.flags, active=ABSENT)
+
+
+def _rename(module: nn.Module, record: Record) -> None:
+    for part in record.after.parts:
+        config = _configs(module)[part.adapter]
+        config.target_modules = list(part.names) if isinstance(config.target_modules, list) else set(part.names)
+    noted = _noted(module)
+    known = set(noted)
+    noted.extend(path for path in record.before.places if path not in known)
+
+
+def _of_adapter(layer: Any, adapter: str) -> Iterable[nn.Parameter]:
+    for name in PER_ADAPTER:
+        table = getattr(layer, name, None)
+        if isinstance(table, nn.ModuleDict) and adapter in table:
+            yield from table[adapter].parameters()
+        elif isinstance(table, nn.ParameterDict) and adapter in table:
+            yield table[adapter]
+
+
+def _pop(layer: Any, adapter: str) -> None:
+    for name in PER_ADAPTER:
+        table = getattr(layer, name, None)
+        if table is not None and adapter in table:
+            del table[adapter]
+
+
+def _configs(tuner: nn.Module) -> dict[str, Any]:
+    configs: Any = tuner.peft_config
+    return configs
+
+
+def _noted(tuner: nn.Module) -> list[str]:
+    """Paths of adapted modules, as PEFT itself notes them."""
+    noted: Any = tuner.__dict__.get("targeted_module_names")
+    return noted if isinstance(noted, list) else []
+
+
+def _shown(names: Any) -> str:
+    return names if isinstance(names, str) else ", ".join(names if isinstance(names, list) else sorted(names or ()))

@@ -1,0 +1,192 @@
+# `_attn_implementation` is where transformers keeps the choice; it has no public reader
+# pyright: reportPrivateUsage=false
+"""The kind of edit that chooses a submodel's attention implementation, for this model only.
+
+The public setter writes the config, and configs are shared: with parents, and between models. So the
+submodel's configs, its parents' and its children's, are copied first, every module is pointed at the
+copies, and the setter then writes those.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from hfpatch.numerics.attention_functions import (
+    fp32_logits_attention,
+    fp32_logits_attention_masked,
+    fp32_logits_mask,
+    sdpa_without_cudnn,
+)
+from hfpatch.patching.edits import FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN
+from hfpatch.patching.kinds.base import Kind
+from hfpatch.patching.records import HERE, Record, State, exchange, logged
+
+# When this module is imported and not when a patch is applied: a model that was pickled with its choice
+# names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
+AttentionInterface.register(FP32_LOGITS, fp32_logits_attention)
+AttentionMaskInterface.register(FP32_LOGITS, fp32_logits_mask)
+AttentionInterface.register(FP32_LOGITS_MASKED, fp32_logits_attention_masked)
+AttentionMaskInterface.register(FP32_LOGITS_MASKED, eager_mask)
+AttentionInterface.register(WITHOUT_CUDNN, sdpa_without_cudnn)
+AttentionMaskInterface.register(WITHOUT_CUDNN, sdpa_mask)
+
+
+WRITTEN_BY_A_SAVE = ("architectures", "dtype", "transformers_version")
+"""What `save_pretrained` writes into the config of the model it saves; no change of the user's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Configs:
+    """The configs that were copied, their copies, and the implementation each had."""
+
+    pairs: tuple[tuple[PreTrainedConfig, PreTrainedConfig], ...]
+    implementations: tuple[str, ...]
+
+
+class AttentionChoice(Kind):
+    """A submodel's attention implementation; `record.after` is its name."""
+
+    unseen = "torch.compile would go on running the attention it made its code from"
+
+    def now(self, module: nn.Module, slot: str) -> Any:
+        return module.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Configs:
+        # a model may hold several configs that are not one tree (T5's encoder and decoder have copies)
+        mine = {id(c) for held in _held(module) for c in _tree(held)}
+        shared = [c for c in _held(root) if not mine.isdisjoint(id(t) for t in _tree(c))]
+        memo: dict[int, Any] = {}
+        for each in shared:
+            copy.deepcopy(each, memo)
+        olds = {id(t): t for each in shared for t in _tree(each)}
+        pairs = tuple((old, memo[key]) for key, old in olds.items())
+        return Configs(pairs, tuple(str(old._attn_implementation) for old, _ in pairs))
+
+    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        _point(root, {id(old): new for old, new in record.before.pairs})
+        was = self.now(module, record.slot)
+        module.set_attn_implementation({"": record.after})  # pyright: ignore[reportCallIssue]
+        mine = self._architecture(module)
+        for (_, new), before in zip(record.before.pairs, record.before.implementations, strict=True):
+            if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
+                new._attn_implementation_internal = before
+            elif before == was:  # a layer may hold a config of its own, which the setter does not reach
+                new._attn_implementation_internal = record.after
+        if self.now(module, record.slot) != record.after:
+            raise ValueError(
+                f"{type(module).__name__} does not take attention {record.after!r}: it is not computed through "
+                "transformers' AttentionInterface"
+            )
+
+    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
+        mine = self._architecture(module)
+        pairs = zip(record.before.pairs, record.before.implementations, strict=True)
+        was = {implementation for (old, _), implementation in pairs if old.model_type == mine}
+        now = self.now(module, record.slot)
+        if now != record.after:
+            return State("gone" if now in was else "changed", str(now))
+        copies = {id(new) for _, new in record.before.pairs}
+        for path, part in module.named_modules():
+            for held in _configs(part):
+                now = held._attn_implementation
+                if held.model_type == mine and now != record.after and id(held) not in copies:
+                    return State("gone" if now in was else "changed", f"{now} in {path}")
+        return HERE
+
+    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
+        before: Configs = record.before
+        for config, was in self._chosen(module, record):
+            config._attn_implementation_internal = was
+        _hand_over(root, record)
+        if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
+            _point(root, {id(new): old for old, new in before.pairs})
+
+    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        """Put the implementations back where they are: which config a module holds stays as it is."""
+        chosen = list(self._chosen(module, record))
+        held.extend((config, config._attn_implementation) for config, _ in chosen)
+        for config, was in chosen:
+            config._attn_implementation_internal = was
+
+    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+        for config, now in reversed(held):
+            config._attn_implementation_internal = now
+
+    def _chosen(self, module: nn.Module, record: Record) -> Iterable[tuple[PreTrainedConfig, str]]:
+        """The configs in which an implementation was chosen, each with the one it had.
+
+        They are our copies, which modules outside the root may hold too, and copies that a later edit made of those.
+        """
+        before: Configs = record.before
+        mine = self._architecture(module)
+        pairs = zip(before.pairs, before.implementations, strict=True)
+        copies = [(new, was) for (_, new), was in pairs if new.model_type == mine]
+        known = {id(new) for new, _ in copies}
+        yield from copies
+        for held in _held(module) if copies else ():
+            if held.model_type == mine and held._attn_implementation == record.after and id(held) not in known:
+                known.add(id(held))
+                yield held, copies[0][1]
+
+    def _architecture(self, module: nn.Module) -> str:
+        config: Any = module.config
+        return config.model_type
+
+
+def _hand_over(root: nn.Module, gone: Record) -> None:
+    """Let later edits, which copied the copies of one that is undone, go back to what that one had copied."""
+    before: Configs = gone.before
+    first = {
+        id(new): (old, implementation)
+        for (old, new), implementation in zip(before.pairs, before.implementations, strict=True)
+    }
+    for _, module, record in logged(root):
+        if record.kind != gone.kind or record is gone or not any(id(old) in first for old, _ in record.before.pairs):
+            continue
+        known = list(zip(record.before.pairs, record.before.implementations, strict=True))
+        back = [first.get(id(old), (old, implementation)) for (old, _), implementation in known]
+        pairs = tuple((old, new) for (old, _), ((_, new), _) in zip(back, known, strict=True))
+        exchange(module, record, replace(record, before=Configs(pairs, tuple(was for _, was in back))))
+
+
+def _configs(module: nn.Module) -> Iterable[PreTrainedConfig]:
+    return (v for v in module.__dict__.values() if isinstance(v, PreTrainedConfig))
+
+
+def _held(root: nn.Module) -> Iterable[PreTrainedConfig]:
+    for module in root.modules():
+        yield from _configs(module)
+
+
+def _tree(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and the configs in it, at any depth."""
+    out = [config]
+    for value in config.__dict__.values():
+        if isinstance(value, PreTrainedConfig):
+            out += _tree(value)
+    return out
+
+
+def _point(root: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
+    """Point every module that holds one of these configs at the other."""
+    for module in root.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, PreTrainedConfig) and id(value) in to:
+                module.__dict__[name] = to[id(value)]
+
+
+def _same(old: PreTrainedConfig, new: PreTrainedConfig) -> bool:
+    """True if they are equal but for attention and what a save writes; configs inside are compared on their own."""
+
+    def values(config: PreTrainedConfig) -> dict[str, Any]:
+        skip = ("_attn_implementation_internal", "_attn_was_changed", *WRITTEN_BY_A_SAVE)
+        return {k: v for k, v in config.__dict__.items() if k not in skip and not isinstance(v, PreTrainedConfig)}
+
+    return values(old) == values(new)

@@ -1,0 +1,146 @@
+"""A user's module around a decoder layer, tried with a float32 stream: does it hand it on, and compute as before?
+
+A stand-in of the wrapper is run alone on noise that reaches beyond float16's range, the layer in it passing on what it
+is given: once in float32, once with its weights as they are and the casts that the patch would set.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.compat import hooks
+from hfpatch.compat.sharding import narrows_stream
+from hfpatch.model.norms import is_norm, is_torch_norm
+from hfpatch.model.roles import Place, Stack, own_class
+from hfpatch.patching.kinds.casts import CastInput, DtypeRule, InFloat32
+from hfpatch.patching.stand_ins.stand_in import StandIns, Through
+
+PEAK = 1e5
+"""Largest value of the stream that a wrapper is tried with: beyond float16, as in the streams the patch is for."""
+
+TOLERANCE = 6e-3
+"""Relative L2 distance from float32 that float16 maps may have."""
+
+
+def computes_in_float32(module: nn.Module) -> bool:
+    """True if a part that a wrapper adds can read a float32 stream with half weights: torch's maps and norms."""
+    return isinstance(module, nn.Linear) or (is_norm(module) and is_torch_norm(module))
+
+
+def wants_cast(module: nn.Module) -> bool:
+    """True if a part that a wrapper adds must be given the dtype of its weights."""
+    return not computes_in_float32(module) and not is_norm(module)
+
+
+def obstacle(stacks: Sequence[Stack], compute_dtype: torch.dtype | None) -> str:
+    """Why what is around the decoder layers does not go with a float32 stream: a wrapper, or FSDP; empty if nothing."""
+    on_stream = (place for stack in stacks for place in (*stack.items, *stack.layers))
+    if sharded := next((f"{path}: {why}" for path, module in on_stream if (why := narrows_stream(module))), ""):
+        return sharded
+    tried: set[Any] = set()
+    for stack in stacks:
+        for place, layer in stack.wrappers:
+            key = type(place[1]), type(layer[1]), *((n, p.shape, p.dtype) for n, p in place[1].named_parameters())
+            if key not in tried and (why := _fails(place, layer, stack, compute_dtype)):
+                return f"{place[0]} is a {own_class(place[1]).__name__} around the decoder layer: {why}"
+            tried.add(key)
+    return ""
+
+
+def _fails(place: Place, layer: Place, stack: Stack, compute_dtype: torch.dtype | None) -> str:
+    wrapper, inner = place[1], layer[1]
+    if any(p.is_meta for p in _own(wrapper, inner)):
+        return "its weights are not loaded, or offloaded, so what it does with a float32 stream cannot be measured"
+    if any(hasattr(p, "device_mesh") for p in _own(wrapper, inner)):
+        return "its weights are sharded, so what it does with a float32 stream cannot be measured: patch it before that"
+    width = next(p.shape[-1] for _, norm in stack.layer_norms for p in norm.parameters())
+    stream = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
+    stream = stream * (PEAK / stream.abs().max())
+    failures: list[str] = []
+    for tail in (None, (), (None,)):  # layers put out a tensor, or a tuple that begins with it, by architecture
+        exact, failure = _run(wrapper, inner, stream, tail, float32=True, dtype=None)
+        if exact is None or exact.shape != stream.shape:
+            failures.append(failure or f"it puts out {tuple(exact.shape) if exact is not None else ''}, no stream")
+            continue
+        if exact.dtype != torch.float32:
+            return f"it hands the stream on in {str(exact.dtype).removeprefix('torch.')}, which ends at 65,504"
+        mine, failure = _run(wrapper, inner, stream, tail, float32=False, dtype=compute_dtype)
+        if mine is None:
+            return f"with a float32 stream and weights in half precision its forward raises {failure}"
+        if mine.dtype != torch.float32:
+            return f"it hands the stream on in {str(mine.dtype).removeprefix('torch.')}, which ends at 65,504"
+        if not mine.isfinite().all():
+            return "what it adds reads the stream in float16, where a value above 65,504 is inf"
+        error = float((mine - exact).norm() / exact.norm())
+        return "" if error < TOLERANCE else f"a float32 stream changes what it adds (relative error {error:.1e})"
+    return f"it cannot be run alone, so what it does with a float32 stream was not measured ({failures[0]})"
+
+
+def _own(wrapper: nn.Module, inner: nn.Module) -> Iterator[torch.Tensor]:
+    held = {id(p) for p in inner.parameters()}
+    return (p for p in wrapper.parameters() if id(p) not in held)
+
+
+def _run(
+    wrapper: nn.Module,
+    inner: nn.Module,
+    stream: torch.Tensor,
+    tail: tuple[None, ...] | None,
+    *,
+    float32: bool,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor | None, str]:
+    """What a stand-in hands on, on the CPU; or None, and why."""
+
+    def as_layers_do(_module: nn.Module, _args: object, out: torch.Tensor) -> object:
+        return out if tail is None else (out, *tail)
+
+    made = StandIns()
+    # Exception: it is somebody else's forward, and may raise anything
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            copied = made.of(wrapper).cpu()
+            if float32 or dtype is not None:
+                copied = copied.to(torch.float32 if float32 else dtype)
+            through = made.modules[id(inner)]
+            _as_the_layer(through, inner)
+            hooks.after(through, as_layers_do)
+            for module in () if float32 else copied.modules():
+                if isinstance(module, Through) or next(module.parameters(recurse=False), None) is None:
+                    continue
+                if computes_in_float32(module):
+                    hooks.before(module, InFloat32(), with_kwargs=True)
+                elif wants_cast(module) and module is not copied:
+                    rule = DtypeRule(next(module.parameters(recurse=False)).dtype)
+                    hooks.before(module, CastInput(rule), with_kwargs=True)
+            out = copied(stream.clone(), **_required(wrapper))
+        except Exception as error:  # noqa: BLE001
+            return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    return (first, "") if isinstance(first, torch.Tensor) else (None, f"it puts out a {type(first).__name__}")
+
+
+def _as_the_layer(through: nn.Module, inner: nn.Module) -> None:
+    """Give what stands for a layer the plain attributes of the layer, which a wrapper may read."""
+    for name, value in vars(inner).items():
+        if not name.startswith("_") and name != "forward":
+            through.__dict__.setdefault(name, value)
+
+
+def _required(wrapper: nn.Module) -> dict[str, None]:
+    """Arguments of a wrapper that must be given, but for the stream: it passes them on to the layer."""
+    parameters = list(inspect.signature(wrapper.forward).parameters.values())
+    named = (p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return {p.name: None for p in named if p.default is p.empty}

@@ -1,0 +1,1 @@
+"""Cases, and this model on this batch, against float32."""

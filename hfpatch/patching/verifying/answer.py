@@ -1,0 +1,247 @@
+"""What a model answers to a batch: its logits and its own loss; and the figures of one answer beside another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpatch.errors import InputError
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.survey import Survey
+from hfpatch.patching.verifying.figures import Figures
+
+IGNORED = -100
+"""Label of a position that does not count, as in transformers."""
+
+
+SHARDED = ("DTensor", "FlatParameter")
+"""Classes of parameters that hold a part of a weight, or parts of several."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one run.
+
+    Attributes:
+        logits: `[batch, tokens, vocabulary]`; `[batch, 1, classes]` of a model that puts whole rows into classes.
+        loss: The model's own, a number; None where it gave none.
+        auxiliary: What experts add to the loss, before its coefficient; None where the model shows none.
+    """
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None
+    auxiliary: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is called with.
+
+    Attributes:
+        inputs: Keyword arguments, on the model's device.
+        real: Where a token is real and its logits are compared, of the width of the text; None for everywhere.
+        note: What was made of the batch's labels, as a sentence; empty where they are as given.
+    """
+
+    inputs: dict[str, Any]
+    real: torch.Tensor | None
+    note: str = ""
+
+
+def called(model: nn.Module) -> nn.Module:
+    """Return what is called: the module in DistributedDataParallel and DataParallel, which would start collectives."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    return model
+
+
+def prepared(model: nn.Module, batch: Any) -> Batch:
+    """The batch where the model is, with labels where the model is a causal one and has none.
+
+    Raises:
+        InputError: It is no batch, or the model cannot be run as it is.
+    """
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"verify wants the model's keyword arguments, such as {{'input_ids': ids}}; got {type(batch).__name__}"
+        )
+    given: dict[str, Any] = dict(batch)  # pyright: ignore[reportUnknownArgumentType]
+    if used := sorted({"past_key_values", "cache"} & set(given)):
+        raise InputError(f"verify runs the whole sequence in every dtype: leave {used[0]} out of the batch")
+    parameters = list(model.parameters())
+    if not parameters:
+        raise InputError(f"{type(model).__name__} has no parameters: there is no dtype to verify")
+    if any(p.device.type == "meta" for p in parameters):
+        raise InputError(
+            "some weights are on meta (not loaded, or offloaded): verify runs the model, so load them first"
+        )
+    if any(type(p).__name__ in SHARDED for p in parameters):
+        raise InputError(
+            "the weights are shards over several ranks (FSDP, tensor parallel), which verify cannot lend in another "
+            "dtype: verify the model before it is sharded"
+        )
+    device = parameters[0].device
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    survey = Survey(called(model))
+    note = ""
+    if "labels" in inputs and not _takes(survey, "labels", by_name=False):
+        note = "the model takes no labels, so it gives no loss"
+        return Batch({k: v for k, v in inputs.items() if k != "labels"}, _compared(survey, inputs), note)
+    if "labels" not in inputs:
+        labels = _own_labels(survey, inputs)
+        if labels is not None:
+            inputs["labels"] = labels
+            note = "the batch has no labels: input_ids were given as labels, without padding"
+        else:
+            note = "the batch has no labels, so there is no loss"
+    return Batch(inputs, _compared(survey, inputs), note)
+
+
+def _takes(survey: Survey, name: str, *, by_name: bool) -> bool:
+    """True if the forward of what was wrapped takes an argument, by its name or, unless `by_name`, by `**kwargs`."""
+    import inspect
+
+    inner = _unwrapped(survey)
+    parameters = inspect.signature(inner.forward).parameters
+    catches = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or (catches and not by_name)
+
+
+def _unwrapped(survey: Survey) -> nn.Module:
+    """The model in a PEFT model or a compiled one: the first that has a forward of its own."""
+    inner = survey.root
+    while True:
+        held = inner.__dict__["_modules"]
+        if "_orig_mod" in held:
+            inner = held["_orig_mod"]
+        elif hasattr(inner, "get_base_model") and type(inner).__module__.startswith("peft."):
+            inner = inner.get_base_model()  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
+        else:
+            return inner
+
+
+def _decodes(survey: Survey) -> str:
+    """`causal`, `encoder-decoder` or nothing: how the model that puts out text reads it."""
+    inner = _unwrapped(survey)
+    models = [inner] if isinstance(inner, PreTrainedModel) else [s.model for s in survey.submodels]
+    if isinstance(inner, PreTrainedModel) and not inner.can_generate():  # a composite of the user's own
+        models += [s.model for s in survey.submodels]
+    writers = [m for m in models if m.can_generate()]
+    if any(getattr(m.config, "is_encoder_decoder", False) for m in writers):
+        return "encoder-decoder"
+    return "causal" if writers else ""
+
+
+def _own_labels(survey: Survey, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or _decodes(survey) != "causal" or not _takes(survey, "labels", by_name=True):
+        return None
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        return ids.masked_fill(mask == 0, IGNORED)
+    return ids.clone()
+
+
+def _compared(survey: Survey, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Positions whose logits are compared, `[batch, tokens]` of the text: real tokens, those with a label if any has.
+
+    A causal model's logits stand one position before their label.
+    """
+    kind = _decodes(survey)
+    labels = inputs.get("labels")
+    mask = inputs.get("decoder_attention_mask" if kind == "encoder-decoder" else "attention_mask")
+    labels = labels if isinstance(labels, torch.Tensor) and labels.dim() == 2 else None
+    real = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    if labels is None or not bool((labels != IGNORED).any()):
+        return real
+    wanted = labels != IGNORED
+    if kind == "causal":
+        wanted = torch.cat([wanted[:, 1:], torch.zeros_like(wanted[:, :1])], 1)
+    if real is not None and real.shape == wanted.shape and bool((wanted & real.to(wanted.device)).any()):
+        wanted = wanted & real.to(wanted.device)
+    return wanted if bool(wanted.any()) else real
+
+
+def answer(model: nn.Module, inputs: Mapping[str, Any]) -> Answer:
+    """Call a model.
+
+    Raises:
+        InputError: The batch does not fit, or there are no logits.
+    """
+    found = _call(model, inputs)
+    if found.logits is None and "labels" in inputs:  # a fused loss has no use for them
+        bare = _call(model, {k: v for k, v in inputs.items() if k != "labels"})
+        found = _Found(bare.logits, found.loss, found.auxiliary)
+    logits = found.logits
+    if logits is not None and logits.dim() == 2:
+        logits = logits.unsqueeze(1)
+    if logits is None or logits.dim() != 3:
+        raise InputError(f"{type(model).__name__} gave no logits [batch, tokens, vocabulary]; verify compares those")
+    return Answer(logits.detach(), found.loss, found.auxiliary)
+
+
+@dataclass(frozen=True)
+class _Found:
+    logits: torch.Tensor | None
+    loss: torch.Tensor | None
+    auxiliary: torch.Tensor | None
+
+
+def _call(model: nn.Module, inputs: Mapping[str, Any]) -> _Found:
+    try:
+        output: Any = called(model)(**inputs)
+    except RuntimeError:
+        raise
+    except REJECTIONS as error:
+        raise InputError(f"the batch does not fit {type(model).__name__}: {error}") from error
+    if isinstance(output, torch.Tensor):
+        return _Found(output, None, None)
+    if isinstance(output, (tuple, list)):
+        tensors = [v for v in output if isinstance(v, torch.Tensor)]  # pyright: ignore[reportUnknownVariableType]
+        loss = next((t for t in tensors if t.numel() == 1), None) if "labels" in inputs else None
+        return _Found(next((t for t in tensors if t.dim() >= 2), None), loss, None)
+
+    def named(name: str) -> torch.Tensor | None:
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return value if isinstance(value, torch.Tensor) else None
+
+    loss, extra = named("loss"), named("aux_loss")
+    loss = None if loss is None else loss.detach().mean()
+    return _Found(named("logits"), loss, None if extra is None else extra.detach().mean())
+
+
+def score(name: str, mine: Answer, exact: Answer, real: torch.Tensor | None) -> Figures:
+    """Figures of an answer beside the exact one, over real positions. In float64, by chunks."""
+    keep = _positions(mine.logits, real)
+    ours, theirs = mine.logits[keep], exact.logits[keep]
+    kl = top1 = 0.0
+    for start in range(0, len(ours), 256):
+        part = slice(start, start + 256)
+        p, q = theirs[part].double().log_softmax(-1), ours[part].double().log_softmax(-1)
+        kl += float((p.exp() * (p - q)).sum())
+        top1 += float((p.argmax(-1) == q.argmax(-1)).sum()) if bool(q.isfinite().all()) else 0.0
+    return Figures(
+        name,
+        None if mine.loss is None else float(mine.loss),
+        kl / len(ours),
+        top1 / len(ours),
+        bool(mine.logits.isfinite().all()),
+        auxiliary=None if mine.auxiliary is None else float(mine.auxiliary),
+    )
+
+
+def compared(logits: torch.Tensor, real: torch.Tensor | None) -> int:
+    """Return how many positions are compared."""
+    return int(_positions(logits, real).sum())
+
+
+def _positions(logits: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    keep = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    if real is not None and real.shape[0] == keep.shape[0]:
+        width = min(real.shape[1], keep.shape[1])  # a composite may put frames before the text
+        keep[:, -width:] = real[:, -width:].to(keep.device)
+    return keep if bool(keep.any()) else torch.ones_like(keep)

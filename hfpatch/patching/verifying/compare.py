@@ -1,0 +1,366 @@
+"""One model on one batch, run as it is and in other dtypes, each beside float32 with the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.errors import InputError
+from hfpatch.given import shown
+from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
+from hfpatch.model.survey import Survey
+from hfpatch.patching.arguments import Names
+from hfpatch.patching.edits import lifted
+from hfpatch.patching.kinds.base import Record
+from hfpatch.patching.verifying.answer import Answer, Batch, answer, compared, prepared, score
+from hfpatch.patching.verifying.figures import Change, Figures, Proof, number
+from hfpatch.patching.verifying.lending import (
+    CastsSeen,
+    Place,
+    as_it_was,
+    blocks_of,
+    buffers_as,
+    can_be_cast,
+    hearing_of_blocks,
+    parts_cast_their_input,
+    weights_as,
+)
+from hfpatch.report.progress import patience
+
+SAME = ("exact", "equivalent")
+"""Effects of edits that claim to compute what was computed before."""
+
+REFERENCE, AS_LOADED = "float32 (reference)", "as loaded with dtype="
+NAMED = 4
+"""Places that a note names."""
+
+_DTYPES = re.compile(r"d?type", re.IGNORECASE)
+TIMED = 3
+"""Steps that are timed, after one that is not."""
+
+
+@dataclass(frozen=True)
+class Edited:
+    """An edit that the model carries, and its effect on this model."""
+
+    module: nn.Module
+    record: Record
+    effect: str
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run the model.
+
+    Attributes:
+        name: Of the row.
+        weights: Dtype of the weights; None as they are, and then the caller's autocast region counts.
+        autocast: Its dtype.
+        bare: With the equivalent edits taken off.
+        made: Whose buffers: `as they are`, `exact` (float32), or `loaded` (as `from_pretrained(dtype=)` leaves them).
+    """
+
+    name: str
+    weights: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    bare: bool = True
+    made: str = "loaded"
+
+
+EXACT = Way(REFERENCE, torch.float32, made="exact")
+STOCK = (
+    Way("float16 weights", torch.float16),
+    Way("bfloat16 weights", torch.bfloat16),
+    Way("bfloat16 weights, float16 autocast", torch.bfloat16, torch.float16),
+    Way("float32 weights, float16 autocast", torch.float32, torch.float16),
+)
+"""Stock ways to run a model on half-precision hardware."""
+
+
+def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names = None) -> Proof:
+    """Run a model on a batch in several ways. It is left as it was: patched, in its mode, its weights untouched.
+
+    Args:
+        model: It.
+        batch: Its keyword arguments.
+        edits: Those that are judged. Equivalent ones are taken off for the reference; others are in place throughout.
+        runs: Names of the rows wanted; all if not given.
+
+    Raises:
+        InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
+    """
+    ready = prepared(model, batch)
+    survey = Survey(model)
+    buffers = floating_buffers(survey)
+    bare = [e for e in edits if e.effect in SAME]
+    wanted = _chosen(_ways(survey, buffers, edits), runs)
+    bench = _Bench(model, survey, ready, buffers, tuple((e.module, e.record) for e in bare))
+    tick = patience("verify")
+    notes = list(filter(None, [ready.note]))
+    with uncompiled(survey) as said, torch.no_grad():
+        exact, bench, seen = _reference(bench, tick)
+        notes += [*said, *seen]
+        rows: list[Figures] = []
+        for at, way in enumerate(wanted):
+            rows.append(_row(bench, way, exact, lambda at=at, way=way: tick(_where(way, at, wanted)), notes))
+        changes = _changes(bench, edits, rows, tick)
+    reference = score(REFERENCE, exact, exact, ready.real)
+    notes += [*_on_figures(reference, rows, exact, ready), *_on_buffers(buffers), *_on_weights(model)]
+    return Proof(reference, tuple(rows), tuple(dict.fromkeys(notes)), changes)
+
+
+def _ways(survey: Survey, buffers: Iterable[Buffer], edits: Sequence[Edited]) -> list[Way]:
+    """Every row there can be for this model."""
+    rounded = any(b.state == "rounded" for b in buffers)
+    loaded = [Way(AS_LOADED, bare=False)] if rounded else []
+    if not edits:
+        stock = [w for w in STOCK if w.autocast or w.weights != main_dtype(survey.root) or rounded]
+        return [Way("as it is", bare=False, made="as they are"), *loaded, *stock]
+    before = [Way("before", made="as they are")] if any(e.effect in SAME for e in edits) else []
+    return [*before, Way("after", bare=False, made="as they are"), *loaded, *STOCK[1:]]
+
+
+def _chosen(ways: list[Way], runs: Names) -> list[Way]:
+    if runs is None:
+        return ways
+    wanted: Any = [runs] if isinstance(runs, str) else runs
+    if not isinstance(wanted, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in wanted):  # pyright: ignore[reportUnknownVariableType]
+        raise InputError(f"runs= takes names of rows, got {shown(runs)}")
+    known = [w.name for w in ways]
+    if unknown := [n for n in wanted if n not in (REFERENCE, *known)]:  # pyright: ignore[reportUnknownVariableType]
+        raise InputError(f"runs={unknown[0]!r}: no such row for this model; there are: {'; '.join(known)}")
+    return [w for w in ways if w.name in wanted]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What every run of one verification needs."""
+
+    model: nn.Module
+    survey: Survey
+    batch: Batch
+    buffers: tuple[Buffer, ...]
+    bare: tuple[tuple[nn.Module, Record], ...]
+    whole: bool = False
+    by_hand: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def values(self, way: Way) -> dict[Place, torch.Tensor]:
+        """Buffers that differ from the model's own in a run; those that are not as their module makes them stay."""
+        if way.made == "as they are":
+            return {}
+        rounded = {(b.path, b.name): b.exact for b in self.buffers if b.state == "rounded" and b.exact is not None}
+        if way.made == "exact" or not rounded:
+            return rounded
+        loaded = self.survey.once(("as loaded", way.weights), lambda: as_loaded(self.survey, way.weights))
+        return {place: loaded[place] for place in rounded if place in loaded}
+
+    def run(self, way: Way, off: Sequence[tuple[nn.Module, Record]] = ()) -> tuple[Answer, dict[str, Any]]:
+        """One answer; on a GPU, what it cost where the model runs as it is."""
+        inputs = self.batch.inputs if way.weights is None else _cast_floats(self.batch.inputs, way.weights)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lifted(self.model, [*off, *(self.bare if way.bare else ())]))
+            stack.enter_context(as_it_was(self.model))
+            if way.weights is not None:
+                stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))
+                autocast = torch.autocast(self.device.type, dtype=way.autocast, enabled=way.autocast is not None)
+                stack.enter_context(autocast)
+            stack.enter_context(buffers_as(self.model, self.values(way)))
+            if self.by_hand and way.weights is not None:
+                stack.enter_context(parts_cast_their_input(self.model))
+            return _measured(lambda: answer(self.model, inputs), self.device if way.weights is None else None)
+
+
+def _attempt(bench: _Bench, way: Way) -> tuple[Answer, dict[str, Any], bool]:
+    """An answer, its cost, and whether the inputs of parts had to be cast to the dtype of their weights."""
+    try:
+        return *bench.run(way), bench.by_hand
+    except (RuntimeError, InputError) as error:
+        if bench.by_hand or way.weights is None or not _DTYPES.search(str(error)):
+            raise
+    return *replace(bench, by_hand=True).run(way), True
+
+
+def _reference(bench: _Bench, tick: Callable[[str], None]) -> tuple[Answer, _Bench, list[str]]:
+    """The answer in float32, how to run the rest, and what there is to say of it."""
+    casts = CastsSeen()
+    try:
+        with casts, _ticking(bench, lambda: tick(REFERENCE)):
+            exact, _, by_hand = _attempt(bench, EXACT)
+            if not bool(exact.logits.isfinite().all()):
+                entire = replace(bench, whole=True, by_hand=by_hand)
+                again = entire.run(EXACT)[0]
+                if bool(again.logits.isfinite().all()):
+                    notes = ["the model reads weights of its layers from outside of them: all were cast at once"]
+                    return again, entire, [*notes, *_on_casts(casts, by_hand)]
+    except RuntimeError as error:
+        raise InputError(
+            f"{type(bench.model).__name__} does not run in float32 on this batch, so there is no reference: "
+            f"{_line(error)}"
+        ) from error
+    return exact, replace(bench, by_hand=by_hand), _on_casts(casts, by_hand)
+
+
+def _row(bench: _Bench, way: Way, exact: Answer, tick: Callable[[], None], notes: list[str]) -> Figures:
+    try:
+        with _ticking(bench, tick):
+            found, cost, by_hand = _attempt(bench, way)
+    except (RuntimeError, InputError) as error:  # what this model's own code does not take
+        notes.append(f"{way.name}: does not run here ({_line(error)})")
+        return Figures(way.name, None, math.nan, 0.0, finite=False)
+    if by_hand and not bench.by_hand:
+        notes.append(f"{way.name}: what goes into a part is cast to the dtype of its weights, or it would not run")
+    return replace(score(way.name, found, exact, bench.batch.real), **cost)
+
+
+def _changes(
+    bench: _Bench, edits: Sequence[Edited], rows: Sequence[Figures], tick: Callable[[str], None]
+) -> tuple[Change, ...]:
+    """What each patch that is not equivalent did to the loss: the model as it is, without it and with it."""
+    by_patch: dict[str, list[Edited]] = {}
+    for edit in edits:
+        if edit.effect not in SAME:
+            by_patch.setdefault(edit.record.patch, []).append(edit)
+    after = Way("after", bare=False, made="as they are")
+    known = next((r for r in rows if r.name == after.name), None)
+    found: list[Change] = []
+    for patch, mine in by_patch.items():
+        with _ticking(bench, lambda patch=patch: tick(f"without {patch}")):
+            now = known.loss if known is not None else _loss(bench, after, ())
+            was = _loss(bench, after, [(e.module, e.record) for e in mine])
+        effects = ", ".join(dict.fromkeys(e.effect for e in mine))
+        found.append(Change(patch, effects, was, now))
+    return tuple(found)
+
+
+def _loss(bench: _Bench, way: Way, off: Sequence[tuple[nn.Module, Record]]) -> float | None:
+    try:
+        loss = bench.run(way, off)[0].loss
+    except (RuntimeError, InputError):  # it runs with the patch only
+        return None
+    return None if loss is None else float(loss)
+
+
+@contextlib.contextmanager
+def uncompiled(survey: Survey) -> Generator[list[str]]:
+    """Run a compiled model uncompiled: hooks set since its first call would not be seen. Says so."""
+    if not survey.compiled:
+        yield []
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield [f"{survey.compiled[0] or 'the model'} is compiled; every row is a run without the compiler"]
+
+
+@contextlib.contextmanager
+def _ticking(bench: _Bench, tick: Callable[[], None]) -> Generator[None]:
+    """Call a function at each block, or at each module of what has no blocks."""
+    with hearing_of_blocks(blocks_of(bench.survey) or bench.survey.modules.values(), tick):
+        yield
+
+
+def _where(way: Way, at: int, ways: Sequence[Way]) -> str:
+    return f"row {at + 2} of {len(ways) + 1}, {way.name}"
+
+
+def _measured(call: Callable[[], Answer], device: torch.device | None) -> tuple[Answer, dict[str, Any]]:
+    if device is None or device.type != "cuda":
+        return call(), {}
+    found = call()
+    times: list[float] = []
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(TIMED):
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return found, {
+        "seconds": statistics.median(times),
+        "memory": torch.cuda.max_memory_allocated(device) - held,
+    }
+
+
+def _cast_floats(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _on_casts(casts: CastsSeen, by_hand: bool) -> list[str]:
+    """Casts that the model makes by hand."""
+    where = _listed(f"{place} ({count} times)" if count > 1 else place for place, count in casts.places.items())
+    stayed = f"casts to half precision in the model's own code stayed, in float32 too: {where}" if where else ""
+    fed = "in another dtype, what goes into a part is cast to that of its weights; the model's own casts stayed"
+    return list(filter(None, [fed if by_hand else "", stayed]))
+
+
+def _on_figures(reference: Figures, rows: Sequence[Figures], exact: Answer, ready: Batch) -> list[str]:
+    count = compared(exact.logits, ready.real)
+    unit = "token" if exact.logits.shape[1] > 1 else "row"
+    notes = [f"{count} {unit}{'s' if count != 1 else ''} compared; KL in nats a {unit}; the loss is the model's own"]
+    if not reference.finite:
+        notes.append("float32 itself is not finite on this batch: KL and top-1 say nothing")
+    if reference.auxiliary is not None:
+        notes.append(
+            f"the experts' auxiliary loss, before its coefficient, is {number(reference.auxiliary)} in float32"
+        )
+    if any(r.loss is not None and not math.isfinite(r.loss) and r.finite for r in rows) and reference.loss is not None:
+        notes.append("a loss that is not finite over finite logits is computed so by the model, or no label counts")
+    if any(r.seconds is not None for r in rows):
+        notes.append("time and memory of a step are those of rows that run as the model is; the others cast as they go")
+    return notes
+
+
+def _on_buffers(buffers: Sequence[Buffer]) -> list[str]:
+    """Which buffers the reference has in float32, and which it could not have."""
+    notes: list[str] = []
+    rounded = [b for b in buffers if b.state == "rounded"]
+    if rounded:
+        notes.append(
+            f"{_places(rounded)}: rounded to half precision, though no checkpoint holds it; the reference has it in "
+            f"float32, {AS_LOADED!r} as from_pretrained leaves it"
+        )
+    lost = [b for b in buffers if b.state == "changed" and b.value.dtype in HALF]
+    if lost:
+        notes.append(f"{_places(lost)}: in half precision and not rebuilt, so in no figure is what that costs")
+    stored = [b for b in buffers if b.state == "persistent" and b.value.dtype in HALF]
+    if stored:
+        notes.append(f"{_places(stored)}: stored with the weights, in half precision, as in the reference")
+    return notes
+
+
+def _places(buffers: Iterable[Buffer]) -> str:
+    """Names of buffers, and how many there are."""
+    found = list(buffers)
+    return f"{len(found)} buffer{'s' if len(found) > 1 else ''} ({_listed(dict.fromkeys(b.place for b in found))})"
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f", and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"{', '.join(found[:NAMED])}{more}"
+
+
+def _on_weights(model: nn.Module) -> list[str]:
+    notes: list[str] = []
+    coded = sum(not can_be_cast(p) for p in model.parameters())
+    if coded:
+        notes.append(f"{coded} quantised weights run as they are in every row")
+    if any(p.dtype in HALF for p in model.parameters()):
+        notes.append("the reference has these weights, as rounded: what rounding them cost is in no figure")
+    return notes

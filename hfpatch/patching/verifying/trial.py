@@ -1,0 +1,120 @@
+"""A case of a patch, built and run: what the model puts out, and what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpatch.errors import InputError
+from hfpatch.lab.example import example_inputs
+from hfpatch.lab.overflow import overflow
+from hfpatch.lab.sizes import VOCABULARY
+from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_model
+from hfpatch.patching.language import Case
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A built case. `model` may be patched; `master` is not: the same weights in float32, with eager attention.
+
+    Buffers of the master are not rounded, those of the model are cast with it.
+    """
+
+    case: Case
+    model: nn.Module
+    master: nn.Module
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Token ids `[2, tokens]`, always the same."""
+        return token_ids(self.case).to(self.case.device)
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Boolean `[2, tokens]`, False at padding."""
+        real = torch.ones_like(self.ids, dtype=torch.bool)
+        real[0, : self.case.padded] = False
+        return real
+
+    def logits(self) -> torch.Tensor:
+        """Logits of the model at real tokens `[tokens, vocabulary]`, in float32."""
+        return self._run(self.model, self.case.autocast)
+
+    @cached_property
+    def reference(self) -> torch.Tensor:
+        """Logits of the same weights in float32."""
+        return self._run(self.master, None)
+
+    @cached_property
+    def bfloat16(self) -> torch.Tensor:
+        """Logits of the same weights in bfloat16."""
+        return self._run(copy.deepcopy(self.master).bfloat16(), None)
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradients of the mean squared logit are not finite."""
+        self.model(**self._inputs(self.model)).logits.float().square().mean().backward()
+        bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        self.model.zero_grad(set_to_none=True)
+        return bad
+
+    def error(self, logits: torch.Tensor) -> float:
+        """Relative L2 distance from the reference; NaN where the logits are."""
+        return float(((logits - self.reference).norm() / self.reference.norm()).item())
+
+    def _run(self, model: nn.Module, autocast: str | None) -> torch.Tensor:
+        region = (
+            torch.autocast(self.case.device, dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+        )
+        with torch.no_grad(), region:
+            return model(**self._inputs(model)).logits.float()[self.real]
+
+    def _inputs(self, model: nn.Module) -> dict[str, Any]:
+        mask = {"attention_mask": self.real.long()} if self.case.padded else {}
+        return inputs_of(model, self.ids) | mask
+
+
+def token_ids(case: Case) -> torch.Tensor:
+    """Token ids `[2, tokens]` of a case, always the same."""
+    return (torch.arange(2 * case.tokens).reshape(2, -1) * 7 + 3) % VOCABULARY
+
+
+def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
+    """Token ids as a model takes them; a decoder beside an encoder gets the same ones, or what goes with a sound."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids}
+    if getattr(model, "main_input_name", "input_ids") == "input_ids":
+        return {"input_ids": ids, "decoder_input_ids": ids}
+    return {key: value for key, value in example_inputs(model).items() if key not in ("labels", "attention_mask")}
+
+
+def build(case: Case) -> Trial:
+    """Build a case. The reference has the weights as rounded to the case's dtype, and buffers in float32.
+
+    Raises:
+        InputError: The case names no architecture or composite there is, or a glob that matches nothing.
+    """
+    llm = tiny_model(case.architecture, **case.config)
+    rescale(llm, case.scale, case.fill)
+    if case.overflow:
+        overflow(llm, inputs_of(llm, token_ids(case)))
+    if case.inside is not None and case.inside not in COMPOSITES:
+        raise InputError(f"Case(inside={case.inside!r}): want one of {', '.join(COMPOSITES)}")
+    model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    master = nn.Module.to(copy.deepcopy(model), case.device).eval()
+    with torch.no_grad():
+        for parameter in master.parameters():
+            parameter.copy_(parameter.to(dtype))
+    nn.Module.to(model, case.device, dtype).eval()  # in place
+    for module in llm.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = case.attention  # pyright: ignore[reportPrivateUsage]
+    return Trial(case, model, master)
