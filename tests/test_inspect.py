@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 import hfpatch
 from hfpatch.errors import InputError, ModelNotFoundError, NotAModelError
-from hfpatch.inspecting.inspect import ModelInfo
+from hfpatch.inspecting.info import ModelInfo
 from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.model.source import model_class
 from tests.fingerprint import fingerprint

@@ -16,7 +16,7 @@ from hfpatch.blackbox.kept import Kept, Random
 from hfpatch.blackbox.packing import DTYPES, unpack
 from hfpatch.blackbox.rerun import Rerun, inner, rerun
 from hfpatch.errors import InputError
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 
 LARGEST = 64 * 2**20
 """Bytes of a bundle.json that are read; ours have some ten thousand."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.errors import InputError
-from hfpatch.model.survey import peek
+from hfpatch.model.walk import peek
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 STRAY = "not the model's: parameter of the optimizer"

@@ -18,7 +18,7 @@ from hfpatch.guarding.judge import Judge, Verdict, check_loss
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts, Outcome
 from hfpatch.guarding.recorder import BOX, Box, conclude
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 from hfpatch.report import say
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from hfpatch.given import shown
 from hfpatch.guarding.checks import plain, trained
 from hfpatch.guarding.settings import Settings, read_settings
 from hfpatch.inspecting import facts
-from hfpatch.model.survey import Survey, peek
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import peek
 
 
 class Subject:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hfpatch.model.survey import Survey, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import starred
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfpatch.model.added import cut_layers
 from hfpatch.model.norms import eps_name, eps_of, is_norm, same_eps
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import Submodel, Survey, starred, stock_class
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, starred, stock_class
 
 FROM_CONFIG = "config: "
 CLASS_DEFAULT = "class default"

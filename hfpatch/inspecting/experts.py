@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.model.survey import CONVOLUTIONS, Survey, dims, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import CONVOLUTIONS, dims, starred
 
 STACKED, LISTED = "stacked parameters", "list of modules"
 

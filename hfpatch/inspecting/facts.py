@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack, weights_dtype
 from hfpatch.model.source import kept_in_float32
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel
 
 _SCALES = ("embedding_multiplier", "embedding_scale", "scale_emb", "embed_scale", "normalizer")
 _SWITCHES = ("mup_enabled", "rescale_embeddings")

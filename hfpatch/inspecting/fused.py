@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from hfpatch.model.code import is_self, tree_of
-from hfpatch.model.survey import Survey, dims, peek, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import dims, peek, starred
 
 _SPLITS = frozenset(("chunk", "split", "unbind", "tensor_split", "split_with_sizes"))
 _FACTS = frozenset(("shape", "dtype", "device", "size", "ndim", "numel", "dim", "stride"))

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from hfpatch.model.attention import eager_function
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import ADAPTERS, CONVOLUTIONS, Survey, dims, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import ADAPTERS, CONVOLUTIONS, dims, starred
 
 TEXT, VISION, AUDIO, OTHER = "text", "vision", "audio", "other"
 

@@ -22,7 +22,7 @@ from hfpatch.lab.composites_lora import peft_all, peft_qv
 from hfpatch.lab.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.lab.shrink import shrunk
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import peek
+from hfpatch.model.walk import peek
 
 TASKS: dict[str, Mapping[str, str]] = {
     task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")

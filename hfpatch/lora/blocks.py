@@ -18,7 +18,8 @@ from hfpatch.lora.linear import features
 from hfpatch.lora.places import ancestors, frame_of, own_parameters, places
 from hfpatch.model.embed import find_embedding, resolve
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import Submodel, Survey, dims, inside
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, dims, inside
 
 BRIDGE = re.compile(r"q_?former|resampler|perceiver|projector|connector|abstractor|merger")
 AUDIO = re.compile(r"audio|speech|input_features|input_values")

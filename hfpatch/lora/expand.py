@@ -15,7 +15,8 @@ from hfpatch.lora.matrices import Matrix, Reading
 from hfpatch.lora.names import Namer
 from hfpatch.lora.places import is_tuner
 from hfpatch.lora.targets import Coverage, coverage_of
-from hfpatch.model.survey import Survey, inside, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import inside, starred
 
 KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal"})
 """Initialisations by name, beside the default, that leave the base weights alone when made and when loaded."""

@@ -11,7 +11,7 @@ from torch import nn
 from hfpatch.lora.blocks import Layout
 from hfpatch.lora.linear import source
 from hfpatch.lora.places import ancestors, own_parameters
-from hfpatch.model.survey import CONVOLUTIONS, dims
+from hfpatch.model.walk import CONVOLUTIONS, dims
 
 
 def experts_of(layout: Layout) -> dict[str, int]:

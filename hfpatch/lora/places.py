@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import nn
 
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.walk import Submodel, Walk
 
 EAGER = "eager_attention_forward"
 """Name that transformers gives to each model file's own eager attention."""
@@ -33,10 +33,10 @@ class Attention:
     sinks: bool
 
 
-def attentions(survey: Survey, submodel: Submodel) -> list[Attention]:
+def attentions(walk: Walk, submodel: Submodel) -> list[Attention]:
     """Attention modules of a submodel's own, those of submodels inside it left out."""
     out: list[Attention] = []
-    for path, module in survey.own(submodel):
+    for path, module in walk.own(submodel):
         eager = eager_function(type(module))
         if eager is not None:
             sinks = any(isinstance(getattr(module, n, None), torch.Tensor) for n in ("sinks", "sink"))

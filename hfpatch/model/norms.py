@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from hfpatch.model.survey import dims
+from hfpatch.model.walk import dims
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 """Attribute names of eps, by how often transformers' models use them."""

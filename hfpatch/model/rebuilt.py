@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from hfpatch.compat import initial
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import Survey, inside, starred, stock_class, without_copy
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import inside, starred, stock_class, without_copy
 
 HALF = (torch.float16, torch.bfloat16)
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "token_adapter")

@@ -9,7 +9,7 @@ layer, and the rest stands around it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from hfpatch.model.code import is_self, tree_of
+from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import acts_as_norm
-from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, elements, inside, is_stock
+from hfpatch.model.walk import TOOL_PACKAGES, Submodel, Walk, elements, inside, is_stock
 
 Place = tuple[str, nn.Module]
 
@@ -48,12 +49,25 @@ class Stack:
                     yield place, module
 
 
-def stacks(survey: Survey, submodel: Submodel) -> tuple[Stack, ...]:
+def stacks(walk: Walk, submodel: Submodel) -> tuple[Stack, ...]:
     """The stacks of a submodel's own, a decoder's last; none where it has none of this shape."""
-    return tuple(_stack(survey, *found) for found in _layer_lists(survey, submodel))
+    return tuple(_stack(walk, *found) for found in _layer_lists(walk, submodel))
 
 
-def _stack(survey: Survey, list_path: str, items: list[Place]) -> Stack:
+def stock_path(path: str, homes: Mapping[str, str]) -> str:
+    """A path as it is without the users' modules around layers.
+
+    Args:
+        path: A path from the root.
+        homes: Paths of the layers that users' modules hold, each with its path in the stock model.
+    """
+    outer = path if homes else ""
+    while outer and outer not in homes:
+        outer = outer.rpartition(".")[0]
+    return f"{homes[outer]}{path[len(outer) :]}" if outer else path
+
+
+def _stack(walk: Walk, list_path: str, items: list[Place]) -> Stack:
     layers = [block for item in items for block in _blocks(*item)]
     norms: list[Place] = []
     after: list[Place] = []
@@ -71,7 +85,7 @@ def _stack(survey: Survey, list_path: str, items: list[Place]) -> Stack:
     parent = list_path.rpartition(".")[0]
     beside = [
         (f"{parent}.{name}" if parent else name, child)
-        for name, child in survey.modules[parent].named_children()
+        for name, child in walk.modules[parent].named_children()
         if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
@@ -138,7 +152,7 @@ DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
 """Config keys of a depth, where encoder and decoder have one each."""
 
 
-def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Place]]]:
+def _layer_lists(walk: Walk, submodel: Submodel) -> list[tuple[str, list[Place]]]:
     """The lists of blocks as long as the config says that are nearest the submodel's root and in no other submodel.
 
     One list, but where the config has a depth for an encoder and a decoder.
@@ -146,7 +160,7 @@ def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Pla
     config = submodel.model.config
     depths = [d for k in ("num_hidden_layers", *DEPTHS) if isinstance(d := getattr(config, k, None), int)]
     found: list[tuple[str, list[Place]]] = []
-    for path, module in survey.own(submodel):
+    for path, module in walk.own(submodel):
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         if any(name.isdigit() for name in path[len(submodel.path) :].split(".")):  # a list inside a block
@@ -161,9 +175,9 @@ def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Pla
     return found if len(depths) > 1 else found[:1]
 
 
-def unread(survey: Survey, submodel: Submodel) -> str:
+def unread(walk: Walk, submodel: Submodel) -> str:
     """Why the list of a submodel's layers cannot be read: the item that hides one; empty where no list has any."""
-    for path, module in survey.own(submodel):
+    for path, module in walk.own(submodel):
         if not isinstance(module, nn.ModuleList) or any(n.isdigit() for n in path[len(submodel.path) :].split(".")):
             continue
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
@@ -247,13 +261,11 @@ def is_block(module: nn.Module) -> bool:
     )
 
 
-def stream_dtype(survey: Survey, submodel: Submodel, found: Stack) -> torch.dtype | None:
+def stream_dtype(walk: Walk, submodel: Submodel, found: Stack) -> torch.dtype | None:
     """Dtype of the residual stream: what embeddings and branch outputs promote to. None if it has no weights.
 
     Mixed weights escape an overflow by this promotion: bf16 embeddings and fp16 branches give an fp32 stream.
     """
-    from hfpatch.model.embed import find_embedding
-
     dtypes: list[torch.dtype] = []
     embedding = find_embedding(submodel.model)
     weight = getattr(embedding, "weight", None)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from hfpatch.model.attention import Attention
     from hfpatch.model.roles import Stack
-    from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.model.survey import Survey
+    from hfpatch.model.walk import Submodel
 
 
 @dataclass(frozen=True)

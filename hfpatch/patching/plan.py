@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import ConflictError, RefusedError
-from hfpatch.model.survey import inside
+from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.model.survey import Survey
+    from hfpatch.model.walk import Submodel
 
 SUGGESTED = "suggested"
 

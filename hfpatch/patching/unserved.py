@@ -11,7 +11,8 @@ from torch import nn
 
 from hfpatch.inspecting.layers import LISTS, LayerList, layer_lists
 from hfpatch.model.roles import peeled, stream_dtype, weights_dtype
-from hfpatch.model.survey import Submodel, Survey, inside, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside, starred
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
 from hfpatch.patching.drift import drift

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hfpatch.model.survey import is_stock
+from hfpatch.model.walk import is_stock
 from hfpatch.tracing.tensors import measurable
 
 CHANGING = {"dynamic", "longrope"}

@@ -15,7 +15,8 @@ from hfpatch.model.named import paths as paths_named
 from hfpatch.model.projector import evidence
 from hfpatch.model.projector.noise import Run, rms, run_on_noise
 from hfpatch.model.projector.untouched import default_init, untouched
-from hfpatch.model.survey import Submodel, Survey, inside, without_copy
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside, without_copy
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

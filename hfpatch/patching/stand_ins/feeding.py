@@ -22,7 +22,8 @@ from hfpatch.compat import hooks
 from hfpatch.model.norms import is_norm, untrained
 from hfpatch.model.projector.projector import found, width
 from hfpatch.model.roles import peeled
-from hfpatch.model.survey import Submodel, Survey, inside, starred, without_copy
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside, starred, without_copy
 from hfpatch.patching.stand_ins.stand_in import StandIns
 
 ATTEMPTS = 48

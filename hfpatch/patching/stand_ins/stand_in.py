@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from hfpatch.model.survey import is_stock
+from hfpatch.model.walk import is_stock
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OWN = ("_parameters", "_buffers", "_modules", "forward", "_old_forward", "_hf_hook", "_compiled_call_impl", "_hfpatch")

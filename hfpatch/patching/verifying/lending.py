@@ -20,7 +20,8 @@ from transformers.utils import ModelOutput
 
 from hfpatch.compat.hooks import after, before, drop, new_key
 from hfpatch.model.rebuilt import HALF
-from hfpatch.model.survey import CONVOLUTIONS, Survey
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import CONVOLUTIONS
 
 Place = tuple[str, str]
 """Path of a module, and a name in it."""
