@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.implementation import chosen
+
 
 def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a class from a copy of a config on meta; dtypes are those that `from_pretrained(dtype=)` gives."""
     own = copy.deepcopy(config)
-    live = own._attn_implementation
+    live = chosen(own)
     making: Any = cls
     with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
         return making._from_config(own, dtype=dtype, attn_implementation=live if live in ("eager", "sdpa") else "eager")

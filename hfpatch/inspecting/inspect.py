@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.given import FLAG, want
 from hfpatch.inspecting import facts
 from hfpatch.inspecting.buffers import buffers_made
 from hfpatch.inspecting.eps import norm_kinds
 from hfpatch.inspecting.experts import experts
-from hfpatch.inspecting.facts import dtype_name
 from hfpatch.inspecting.fused import fused
 from hfpatch.inspecting.info import ModelInfo, StackInfo, SubmodelInfo
 from hfpatch.inspecting.layers import layer_lists
@@ -22,6 +22,7 @@ from hfpatch.model.roles import stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import Submodel, elements
+from hfpatch.model.wrapping import unwrap
 
 
 def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
@@ -47,7 +48,7 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         declared = declared_dtype(given)
         given = build_on_meta(given)
     survey = Survey(given)
-    model = facts.core(survey.root)
+    model = unwrap(survey.root)
     config: Any = model.config if isinstance(model, PreTrainedModel) else None
     if config is not None and declared is None:
         declared = declared_dtype(config)

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.implementation import choose, chosen
 from hfpatch.errors import InputError
 from hfpatch.model.roles import stock_path
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import ADAPTERS, TOOL_PACKAGES, Submodel, Walk, inside, stock_class, without_copy
+from hfpatch.model.wrapping import plain
 
 Shape = frozenset[tuple[str, str]]
 """(path with list indices made N, class name) of each module: a model's structure, whatever its depth."""
@@ -108,9 +110,7 @@ def _live(walk: Walk, submodel: Submodel, homes: Mapping[str, str]) -> list[tupl
         relative = stock_path(path, homes)[start:]
         if "modules_to_save" in relative:
             relative = without_copy(relative)
-        if "_orig_mod" in relative:
-            relative = ".".join(name for name in relative.split(".") if name != "_orig_mod")
-        out.append(((_generic(relative), _class_name(module)), path, module))
+        out.append(((_generic(plain(relative)), _class_name(module)), path, module))
     return out
 
 
@@ -150,10 +150,10 @@ class _Config:
 
 @lru_cache(maxsize=64)
 def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape | None:
-    live = carried.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
+    live = chosen(carried.config)
     for attention in dict.fromkeys((live if live in ("eager", "sdpa") else "eager", "eager")):
         config = copy.deepcopy(carried.config)
-        config._attn_implementation = attention  # pyright: ignore[reportPrivateUsage]
+        choose(config, attention)
         try:
             if shallow:
                 cut_layers(config)

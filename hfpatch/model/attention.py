@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from hfpatch.compat.implementation import chosen
 from hfpatch.model.walk import Submodel, Walk
 
 EAGER = "eager_attention_forward"
@@ -66,7 +67,7 @@ def softcap(config: Any) -> float | None:
 
 def implementation(submodel: Submodel) -> str:
     """Name of the attention implementation in use."""
-    return str(submodel.model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]
+    return str(chosen(submodel.model.config))
 
 
 def exists(name: str) -> bool:

@@ -20,6 +20,7 @@ from hfpatch.model.code import is_self, tree_of
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.walk import TOOL_PACKAGES, Submodel, Walk, elements, inside, is_stock
+from hfpatch.model.wrapping import ON_LAYERS, unwrap, unwrapped
 
 Place = tuple[str, nn.Module]
 
@@ -72,7 +73,7 @@ def _stack(walk: Walk, list_path: str, items: list[Place]) -> Stack:
     norms: list[Place] = []
     after: list[Place] = []
     branches: list[Place] = []
-    for path, layer in (peeled(*place) for place in layers):
+    for path, layer in (unwrapped(*place, ON_LAYERS) for place in layers):
         out = out_norms(type(layer))
         for name, child in layer.named_children():
             place = (f"{path}.{name}", child)
@@ -89,7 +90,7 @@ def _stack(walk: Walk, list_path: str, items: list[Place]) -> Stack:
         if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
-    found = ((peeled(*item), looked_through(*item) or item) for item in items)
+    found = ((unwrapped(*item, ON_LAYERS), looked_through(*item) or item) for item in items)
     wrappers = tuple((item, layer) for item, layer in found if layer[1] is not item[1] and inside(layer[0], item[0]))
     return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final, wrappers)
 
@@ -192,7 +193,7 @@ def unread(walk: Walk, submodel: Submodel) -> str:
 
 def looked_through(path: str, item: nn.Module) -> Place | None:
     """The layer that an item of a list is, or that a user's module around it holds; None where that holds several."""
-    _, module = peeled(path, item)
+    _, module = unwrapped(path, item, ON_LAYERS)
     own = own_class(module)
     if f"{own.__module__}.".startswith(TOOL_PACKAGES) or is_stock(own):
         return path, item
@@ -206,10 +207,11 @@ def looked_through(path: str, item: nn.Module) -> Place | None:
 
 def _layers_inside(path: str, module: nn.Module) -> Iterator[Place]:
     """The outermost layers of transformers' own code in a module; an attention with norms of its own is no layer."""
-    path, module = peeled(path, module)
+    path, module = unwrapped(path, module, ON_LAYERS)
     for name, child in module.named_children():
         place = (f"{path}.{name}", child)
-        if _forward_is_stock(peeled(*place)[1]) and _parts(*place) and not _is_attention(peeled(*place)[1]):
+        inner = unwrap(child, ON_LAYERS)
+        if _forward_is_stock(inner) and _parts(*place) and not _is_attention(inner):
             yield place
         else:
             yield from _layers_inside(*place)
@@ -238,24 +240,16 @@ def _blocks(path: str, item: nn.Module) -> list[Place]:
 def _parts(path: str, item: nn.Module) -> list[Place]:
     if is_block(item):
         return [(path, item)]
-    path, item = peeled(path, item)
+    path, item = unwrapped(path, item, ON_LAYERS)
     parts = [(f"{path}.{name}", part) for name, part in item.named_children()]
     if len(parts) == 1 and isinstance(parts[0][1], nn.ModuleList):
         parts = [(f"{parts[0][0]}.{name}", part) for name, part in parts[0][1].named_children()]
     return parts if all(is_block(part) for _, part in parts) else []
 
 
-def peeled(path: str, module: nn.Module) -> Place:
-    """A module without the wrappers that torch.compile and torch's activation checkpointing put around it."""
-    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
-        if isinstance(inner := module.__dict__["_modules"].get(name), nn.Module):
-            return peeled(f"{path}.{name}", inner)
-    return path, module
-
-
 def is_block(module: nn.Module) -> bool:
     """Whether a module has a norm and a branch among its children, as the layers of a stack do."""
-    children = list(peeled("", module)[1].children())
+    children = list(unwrap(module, ON_LAYERS).children())
     return any(acts_as_norm(c) for c in children) and any(
         not acts_as_norm(c) and any(True for _ in c.parameters()) for c in children
     )

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
+from hfpatch.compat import dynamo
+from hfpatch.compat.modules import CHILDREN
 from hfpatch.errors import InputError, NotAModelError
 from hfpatch.given import Kind
 
@@ -22,9 +24,6 @@ T = TypeVar("T")
 
 ADAPTERS = ("peft.", "accelerate.", "bitsandbytes.")
 """Packages whose modules stand in the place of a model's own ones and hold them."""
-
-CONVOLUTIONS = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
-"""What torch's convolutions have in common."""
 
 TOOL_PACKAGES = (*ADAPTERS, "torch.", "transformers.integrations.", "transformers.quantizers.")
 """Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
@@ -138,7 +137,7 @@ class Walk:
     @cached_property
     def compiled(self) -> tuple[str, ...]:
         """Paths of modules that were compiled, whole or their forward, by the caller or by transformers' `generate`."""
-        return tuple(path for path, module in self.modules.items() if _is_compiled(module))
+        return tuple(path for path, module in self.modules.items() if dynamo.is_compiled(module))
 
 
 def root_module(given: object) -> nn.Module:
@@ -172,7 +171,7 @@ def _walkable(root: nn.Module) -> nn.Module:
         if id(module) in met:
             continue
         met.add(id(module))
-        children = module.__dict__.get("_modules")
+        children = module.__dict__.get(CHILDREN)
         if children is None or depth > SHALLOW:
             return _walked(root)
         if children:
@@ -191,7 +190,7 @@ def _walked(root: nn.Module) -> nn.Module:
         met.add(id(module))
         if depth > deepest:
             deepest, where = depth, path
-        children = module.__dict__.get("_modules")
+        children = module.__dict__.get(CHILDREN)
         if children is None:
             place = f"{type(module).__name__}{f' at {path!r}' if path else ''}"
             raise NotAModelError(f"{place} is no module yet: its __init__ did not call super().__init__()")
@@ -260,13 +259,3 @@ def starred(path: str) -> str:
 def without_copy(path: str) -> str:
     """A path without PEFT's names for the copies it keeps of one module (`modules_to_save`)."""
     return re.sub(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)", "", path)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    own = module.__dict__
-    return (
-        "_orig_mod" in own["_modules"]
-        or own.get("_compiled_call_impl") is not None
-        or own.get("_compiled_call") is not None  # kept by transformers' generate
-        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-    )

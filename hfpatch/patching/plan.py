@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import ConflictError, RefusedError
 from hfpatch.model.walk import inside
 from hfpatch.patching import registry
@@ -289,9 +290,7 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
         return ()
     notes = ["weights are not loaded: whether added modules are trained is unknown"]
     if compute_dtype is None:
-        notes.append(
-            f"planned for {str(first.dtype).removeprefix('torch.')}; compute_dtype= (--compute-dtype) plans for another"
-        )
+        notes.append(f"planned for {dtype_name(first.dtype)}; compute_dtype= (--compute-dtype) plans for another")
     return tuple(notes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hfpatch.inspecting.facts import dtype_name
+from hfpatch.dtypes import dtype_name
 from hfpatch.report.grid import Cell
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet
