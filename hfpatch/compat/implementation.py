@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 KEYS = ("_attn_implementation_internal", "_attn_was_changed")
-"""Keys of a config's `__dict__` that hold the choice, and that `set_attn_implementation` made it."""
+"""Keys of a config's `__dict__` that `set_attn_implementation` writes: the choice, and before 5.24 that it was made."""
 
 
 def chosen(config: Any) -> Any:

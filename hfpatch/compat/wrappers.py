@@ -20,7 +20,7 @@ CLASSES = {
     "torch.nn.parallel.data_parallel.DataParallel": "DataParallel",
     "torch._dynamo.eval_frame.OptimizedModule": "torch.compile",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP",
-    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "FSDP2",
+    "torch.distributed.fsdp.FSDPModule": "FSDP2",
     "peft.peft_model.PeftModel": "PEFT",
 }
 """Kinds of wrapper by the full names of their classes: naming one imports none of them."""

@@ -134,9 +134,9 @@ class GuardCallback(TrainerCallback, ExportableState):
             (accelerator, "clip_grad_norm_", self._clip(accelerator, inner)),
             (optimizer, "step", self._step(optimizer)),
             (trainer, "log", self._log),
-            (trainer, SAVE, self._save),
+            (trainer, SAVE, self._saving),
         ]
-        self._replace(trainer, EPOCH, self._run_epoch(trainer, model))
+        self._replace(trainer, EPOCH, self._epoch(trainer, model))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge what the Trainer clipped by another way (gradients on several meshes); blame is lost, safety is not."""
@@ -212,12 +212,12 @@ class GuardCallback(TrainerCallback, ExportableState):
             self._recent = []
         original(logs, *args, **kwargs)
 
-    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.judge is not None:
             self.judge.confirm()
         return original(*args, **kwargs)
 
-    def _run_epoch(self, trainer: Trainer, model: Any) -> Callable[..., Any]:
+    def _epoch(self, trainer: Trainer, model: Any) -> Callable[..., Any]:
         def run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self not in trainer.callback_handler.callbacks:  # taken out after a training that raised at its start
                 self._release()

@@ -20,7 +20,7 @@ from huggingface_hub import errors as hub
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from hfpatch.compat import loading
+from hfpatch.compat import initial, loading
 from hfpatch.errors import InputError, ModelNotFoundError
 from hfpatch.model.fault import field_at_fault
 from hfpatch.model.limits import check_sizes, suspects
@@ -108,7 +108,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
     def build(given: PreTrainedConfig) -> PreTrainedModel:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
-            return cls._from_config(given, dtype=dtype)
+            return initial.built(cls, given, dtype)
 
     whole = copy.deepcopy(config)  # a class may have written to the other before it failed
     try:
