@@ -69,7 +69,7 @@ def circles() -> list[frozenset[str]]:
 
 
 def namesakes() -> dict[str, list[str]]:
-    """Names that several modules or folders have, with where they are; verbs of the command line and old paths left out."""
+    """Names that several modules or folders have, with where they are; the command line and old paths left out."""
     found: dict[str, list[str]] = {}
     for path in files("hfpatch"):
         place = path.relative_to(ROOT)
@@ -157,13 +157,13 @@ def measure() -> None:
 
 
 def table() -> str:
-    """Lines to the nearest hundred, so that a small change of code is none of the table."""
+    """The figures. Lines are in hundreds, so that a small change of code is none of the table."""
     inner = {name for path in DOORS.glob("*.py") for _, name in private_names(path)}
     outer = sum(1 for path in files() if path.parent != DOORS for _ in private_names(path))
-    rows = [("room", "modules", "lines")]
+    rows = [("room", "modules", "lines, in hundreds")]
     for folder, held in rooms().items():
-        rows.append((f"`{folder}`", str(len(held)), f"{round(sum(map(lines, held)), -2):,}"))
-    rows.append(("all", str(len(files())), f"{round(sum(map(lines, files())), -2):,}"))
+        rows.append((f"`{folder}`", str(len(held)), f"{round(sum(map(lines, held)) / 100)}"))
+    rows.append(("all", str(len(files())), f"{round(sum(map(lines, files())) / 100)}"))
     facts = [
         ("figure", "value"),
         ("circles of files", str(len(circles()))),

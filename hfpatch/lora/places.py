@@ -48,13 +48,16 @@ def places(frame: nn.Module) -> dict[str, Place]:
 def without_adapter(module: nn.Module) -> nn.Module:
     """What PEFT's layers and wrappers around a module hold."""
     while True:
-        module = unwrap(module, ("adapter",))
         inside = children(module)
-        if "original_module" not in inside or not from_peft(type(module)):
+        if "base_layer" in inside and (inner := unwrap(module, ("adapter",))) is not module:
+            module = inner
+            continue
+        saved: nn.Module | None = None
+        if "original_module" in inside and from_peft(type(module)):
+            saved = inside["original_module"] or inside["token_adapter"]
+        if saved is None:
             return module
-        inner = inside["original_module"] or inside["token_adapter"]
-        assert inner is not None  # noqa: S101 - it has one or the other
-        module = inner
+        module = saved
 
 
 def ancestors(path: str) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from hfpatch.compat.modules import children
@@ -19,6 +21,7 @@ ON_LAYERS = ("torch.compile", "checkpoint")
 _NAMED = ((COMPILED, "torch.compile"), (SHARDED, "FSDP"), (CHECKPOINTED, "checkpoint"))
 
 _IN_PATHS = frozenset(name for name, _ in _NAMED)
+_IN_A_PATH = re.compile("|".join(_IN_PATHS))
 
 
 def unwrap(module: nn.Module, kinds: tuple[str, ...] = EVERY) -> nn.Module:
@@ -68,6 +71,8 @@ def kind_of(cls: type) -> str | None:
 
 def plain(path: str, *also: str) -> str:
     """Return a path without the names that compiling, sharding and checkpointing put into it, nor those in `also`."""
+    if not also and _IN_A_PATH.search(path) is None:
+        return path
     return ".".join(name for name in path.split(".") if name not in _IN_PATHS and name not in also)
 
 
