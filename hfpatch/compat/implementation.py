@@ -31,7 +31,11 @@ def note(config: PreTrainedConfig, name: Any) -> None:
 
 
 def taken(cls: Any) -> tuple[str, ...]:
-    """Return the implementations that a class, or a model of it, takes, by the flags that transformers' setter asks."""
+    """Return the implementations that a class, or a model of it, takes, by the flags that transformers' setter asks.
+
+    What a machine lacks (flash-attn) is not considered. A class refuses sdpa where it caps its scores (Gemma 2),
+    whatever the cap in the config.
+    """
     out = ["eager"]
     if cls._supports_sdpa:
         out.append("sdpa")

@@ -188,5 +188,5 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def plain(name: str) -> str:
-    """A name without what DDP, FSDP1 and torch.compile put into it."""
+    """A name without what DDP, FSDP1, torch.compile and checkpointing put into it."""
     return wrapping.plain(name, "module")

@@ -289,10 +289,8 @@ def hazards(
         dtypes: Those that parameters have.
     """
     for submodel, stack, stream in stacks:
-        set_before, _ = hooks.hooks_of(stack.layers[0][1])
-        patched = any(
-            type(hook).__name__ == "CastInput" for hook in set_before.values()
-        )  # the hook itself, not a record of one
+        there, _ = hooks.hooks_of(stack.layers[0][1])
+        patched = any(type(hook).__name__ == "CastInput" for hook in there.values())  # a hook, not a record of one
         if stream == torch.float16 and not patched and find_embedding(submodel.model) is not None:
             yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
     for row in attentions:
