@@ -1,8 +1,12 @@
-"""Tiny models, built once a session and copied for each test."""
+"""Tiny models, built once a session and copied for each test.
+
+Nothing here imports torch before a test asks for it: the process that hands tests to workers runs none.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import inspect
 import json
@@ -10,15 +14,15 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-import torch
-import transformers
-from torch import nn
 
 from hfpatch.cli import main
-from hfpatch.lab.tiny import rescale, tiny_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}
@@ -36,14 +40,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """Let no collection walk what was imported: transformers' Trainer makes a full one at the end of each training."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
+    import torch
+    import transformers
+
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
+    import torch
+
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -118,6 +133,8 @@ def load_script(path: str) -> Any:
 
 @cache
 def _built(architecture: str) -> nn.Module:
+    from hfpatch.lab.tiny import tiny_model
+
     return tiny_model(architecture)
 
 
@@ -130,6 +147,8 @@ def tiny() -> Callable[[str], nn.Module]:
 @pytest.fixture
 def gemma(tiny: Callable[[str], nn.Module]) -> Iterator[nn.Module]:
     """A float16 Gemma 3 whose residual stream overflows."""
+    from hfpatch.lab.tiny import rescale
+
     model = tiny("gemma3_text")
     rescale(model, {}, OVERFLOWING)
     yield model.half()
@@ -137,4 +156,6 @@ def gemma(tiny: Callable[[str], nn.Module]) -> Iterator[nn.Module]:
 
 @pytest.fixture
 def ids() -> torch.Tensor:
+    import torch
+
     return (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
