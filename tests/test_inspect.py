@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import tracemalloc
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
