@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,22 +28,36 @@ ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}
 
 
+STARTS = ("launch(", "process(", "subprocess.", "run(script")
+"""What stands in a test that starts other processes."""
 SLOW = ("ranks", "packaging", "notebooks", "heatmap", "foreign_hooks", "readme", "guard_ruin", "lifecycle")
 """Test files that start processes, draw pictures or go through every wrapper: `make quick` leaves them out."""
+
+
+@cache
+def starts_processes(function: Callable[..., object]) -> bool:
+    source = inspect.getsource(function)
+    return any(word in source for word in STARTS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what compiles, and what starts other processes."""
     for item in items:
-        starts = "launch(" in (source := inspect.getsource(item.function)) or "process(" in source  # type: ignore[attr-defined]
-        if starts or "compile" in item.name or item.path.stem.removeprefix("test_").endswith(SLOW):
+        starts = starts_processes(item.function)  # type: ignore[attr-defined]
+        if starts or "compile" in item.nodeid.lower() or item.path.stem.removeprefix("test_").endswith(SLOW):
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection walk what was imported: transformers' Trainer makes a full one at the end of each training."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no garbage collection walk what is imported: transformers' Trainer makes a full one after each training."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,6 +21,7 @@ from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.fault import field_at_fault
 from hfpatch.model.source import REJECTIONS, load_config
 from tests.conftest import Ran
+from tests.sampling import first_quick
 
 LAYERS: dict[str, set[tuple[str, str, int, str]]] = {
     "llama": {("text", "model.layers", 32, "attention")},
@@ -61,7 +62,7 @@ LAYERS: dict[str, set[tuple[str, str, int, str]]] = {
 """By hand, from the classes and their configs."""
 
 
-@pytest.mark.parametrize("architecture", LAYERS)
+@pytest.mark.parametrize("architecture", first_quick(LAYERS, every=3))
 def test_layers_of_every_kind(architecture: str) -> None:
     found: set[tuple[str, str, int, str]] = set()
     for one in hfpatch.inspect(CONFIG_MAPPING[architecture]()).layers:

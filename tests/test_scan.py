@@ -32,6 +32,7 @@ from hfpatch.scanning import worker as worker_module
 from hfpatch.scanning.header import Tensor, read_header
 from hfpatch.scanning.layout import total_bytes
 from hfpatch.scanning.result import Found, ScanReport
+from tests.sampling import first_quick
 
 scan_module = importlib.import_module("hfpatch.scanning.scan")
 FLOATS = {
@@ -60,7 +61,7 @@ def kinds(found: tuple[Found, ...]) -> list[tuple[str, str]]:
     return [(f.kind, f.tensor or f.file) for f in found]
 
 
-@pytest.fixture(params=["here", "workers"])
+@pytest.fixture(params=first_quick(["here", "workers"]))
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small lots, read in this process and in workers: each tensor is cut many times."""
     monkeypatch.setattr(scan_module, "LOT", 4096)
