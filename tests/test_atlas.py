@@ -248,6 +248,7 @@ def test_every_mapping_is_there() -> None:
     assert names["bart"] == ("causal", "seq2seq")
 
 
+@pytest.mark.slow
 def test_eps_audit_of_known_departures() -> None:
     rows = {a: read_row(a, ()).to_dict() for a in ("glm_moe_dsa", "deepseek_v3", "llama", "mllama")}
     found = {(d.architecture, d.norm.path): d for d in audit(rows)}
