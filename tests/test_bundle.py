@@ -133,7 +133,7 @@ class TestADiskThatFails:
         (line,) = capsys.readouterr().err.splitlines()
         assert "cannot be written to (Not a directory); training goes on without bundles" in line
         assert "bad-input" not in str(stop.value)
-        assert "the model was given it" in str(stop.value), "the finding is told all the same"
+        assert "the caller passed it to the model" in str(stop.value), "the finding is told all the same"
         assert str(stop.value).splitlines()[-1].startswith("next: make room, or name another directory")
 
     def test_a_full_disk(

@@ -27,7 +27,7 @@ from hfpatch.given import FLAG, PATH, shown, want
 from hfpatch.guarding.outcome import Reason
 from hfpatch.guarding.recorder import Event
 from hfpatch.report import say
-from hfpatch.tracing.drill import FAILURES
+from hfpatch.tracing.replay import FAILURES
 
 CALLS = 1024
 """Calls of a window that are kept at most; a loop that never steps would keep them for ever."""

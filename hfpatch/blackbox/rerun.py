@@ -18,8 +18,8 @@ from hfpatch.compat import hooks
 from hfpatch.guarding.gradient_norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
 from hfpatch.tracing.calls import autocast_now
-from hfpatch.tracing.drill import FAILURES, first_line, leaves
 from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.replay import FAILURES, first_line, leaves
 from hfpatch.tracing.tensors import is_sharded
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")

@@ -70,7 +70,7 @@ def trace(
 
     The model is in evaluation mode. The loss is not scaled unless you say so: a scale makes overflows of its own.
 
-    JSON: `{"model", "run", "checkpoint", "findings", "meant", "advice", "patches"}`, and `headroom` if asked for.
+    JSON: `{"model", "run", "checkpoint", "findings", "intentional", "advice", "patches"}`, and `headroom` if asked for.
     """
     _check(tokens, backward, loss_scale, html, plot, out)
     words = read_text(text, tokens)
@@ -140,7 +140,7 @@ def _run(
 
     model = checkpoint.model
     found = places(model)
-    passes = (len(found.opened) + len(found.blocks)) * (1 if scale is None else 2)
+    passes = (len(found.containers) + len(found.blocks)) * (1 if scale is None else 2)
     loss = raised = None
     with progress(f"tracing {checkpoint.name}", passes) as advance:
         traced = watch(model, backward=scale is not None, progress=lambda _: advance(1))
@@ -206,7 +206,7 @@ def _show(
                     "nonfinite": nonfinite,
                 },
                 "findings": [f.to_dict() for f in traced.findings],
-                "meant": traced.meant,
+                "intentional": traced.intentional,
                 "advice": list(advice(first, model)) if first else [],
                 "patches": list(answering(first, model)) if first else [],
                 **({"headroom": room.to_dict()} if room else {}),

@@ -1,1 +1,1 @@
-"""Private names of other packages that hfpatch relies on: a module for each corner of a package, a test for each."""
+"""The private names of other packages that hfpatch relies on: one module per topic, one test per name."""
