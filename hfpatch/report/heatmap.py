@@ -1,4 +1,4 @@
-"""A heat map as data; `page.py` and `png.py` show it."""
+"""A heat map as data; `page.py` and `png.py` render it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hfpatch.report.sheet import Sheet
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a heat map.
+    """One cell of a heat map.
 
     Attributes:
         value: Largest finite magnitude; None if nothing finite was measured.
         limit: Largest finite value of the tensor's dtype.
-        bad: It holds something that is not finite and is not meant.
-        facts: Names and values that a click shows.
+        bad: True if a tensor of the block holds a NaN or an infinity.
+        facts: Names and values that are shown on a click.
     """
 
     value: float | None
@@ -34,12 +34,12 @@ class Cell:
 
     @property
     def band(self) -> int | None:
-        """Which colour of `scale` it has; None for a bad cell and for one that was not measured."""
+        """Index of its colour in `scale`; None for a bad cell and for one that was not measured."""
         return None if self.bad or self.room is None else scale.band(self.room)
 
     @property
     def short(self) -> str:
-        """The magnitude in six characters or fewer, a cross if it is bad, else nothing."""
+        """The magnitude in at most six characters; a cross if it is bad; empty if it was not measured."""
         if self.bad:
             return "×"
         if self.value is None:
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def sentence(self) -> str:
-        """What it says, in words."""
+        """Description of the cell, in a sentence."""
         limit = f"{self.limit:,.0f}" if self.limit < 1e6 else f"{self.limit:.4g}"
         if self.value is None or self.room is None:
             return "Nothing finite was measured." if self.bad else "Nothing was measured."
@@ -62,16 +62,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Magnitudes of tensors in rows and columns, coloured by how near each is to what its dtype can hold.
+    """Magnitudes of tensors in rows and columns, coloured by how near each is to the limit of its dtype.
 
     Attributes:
         title: One line.
         rows: Paths of modules, in the order they ran.
         columns: Passes, such as `step 0` and `step 0 backward`.
-        cells: By row and column; a place that is not in it was not measured.
-        first_bad: Row and column where it goes wrong.
-        notes: Lines above the map: the finding, what to try.
-        sheets: Tables below it.
+        cells: The cells by row and column; a missing one was not measured.
+        first_bad: Row and column of the first fault; None if there is none.
+        notes: Lines above the map: the findings, and what to try.
+        sheets: Tables below the map.
     """
 
     title: str
@@ -83,13 +83,13 @@ class Heatmap:
     sheets: tuple[Sheet, ...]
 
     def to_html(self) -> str:
-        """One page that needs no other file and no network; a click, or Enter, on a cell shows its facts."""
+        """Return a page that needs no other file and no network; a click or Enter on a cell shows its facts."""
         from hfpatch.report.page import render
 
         return render(self)
 
     def to_png(self, path: str | Path) -> None:
-        """Write the same as a picture, whole or not at all; tables are left out.
+        """Write the map as a PNG, atomically; tables are left out.
 
         Raises:
             InputError: matplotlib is missing, or the file cannot be written.

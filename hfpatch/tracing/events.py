@@ -25,7 +25,8 @@ class Stats:
         zeros: Share of exact zeros among the counted elements, 0 to 1.
         under: Share of counted elements, 0 to 1, that are not 0 and become 0 in `float16`, `float8_e5m2` and
             `float8_e4m3fn`, by dtype.
-        counted: Number of elements behind mean, rms and the shares: all, or on a CPU a sample of a large tensor.
+        counted: Number of elements behind mean, rms and the shares: all, or on a CPU a sample of a large tensor. On a
+            GPU the shares of a large tensor are estimated from a part of it.
     """
 
     size: int
