@@ -1,4 +1,4 @@
-"""Joins what a tracer finds to the patches that answer it."""
+"""Matches the findings of a trace with the patches that fix them."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ def trace(
     level: Literal["blocks", "modules"] = "modules",
     progress: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Watch a model, and name the first operation that goes wrong, forward or backward.
+    """Trace a model, and name the first operation that goes wrong, forward or backward.
 
         with hfpatch.trace(model, steps=[0, 100], ranks=[0]) as t:
             train()
         print(t.report())          # t.first_bad, t.headroom("float16"), t.to_html("trace.html")
 
-    A step is one call of `model` and the backward pass that follows. It is also a decorator. Nothing of the model is
-    changed, and nothing is installed in steps that were not chosen but a count of calls; after the last chosen step
-    that goes too. In a traced step the arguments and gradients of the blocks are kept until the step is over, and on a
-    GPU the statistics are read with one synchronisation. Where something is not finite, the block it came from is run
-    again, and its operations watched. Several ranks each trace their own part. Figures of every traced step are
-    kept, about 1 kB a tensor: over a long run, choose steps.
+    A step is one call of `model` and the backward pass that follows. The trace also works as a decorator. The model is
+    not changed. In steps that were not chosen only the calls of the model are counted; after the last listed step all
+    hooks are removed. In a traced step the arguments and gradients of the blocks are kept until the step is over, and
+    on a GPU the statistics are read with one synchronisation. If a tensor is not finite, the block that produced it is
+    run again and its operations are watched. Each rank traces its own part of the model. The statistics of every
+    traced step are kept, about 1 kB per tensor: in a long run, choose steps.
 
     Args:
-        model: A model, however wrapped, or an object whose `.model` is one. A compiled one runs uncompiled while it is
-            traced (with `torch.compiler.set_stance`, so others in the process do too).
-        steps: Which calls of the model to trace, counted from 0, or a function that says so; None for all.
-        epochs: Which entries of the context (or calls of the decorated function) to trace; with it, steps are counted
+        model: A model, wrapped or not, or an object whose `.model` is one. A compiled model runs uncompiled while it is
+            traced, and so does every other compiled model in the process (`torch.compiler.set_stance`).
+        steps: Which calls of the model to trace, counted from 0, or a function that returns True for them; None for
+            all.
+        epochs: Which entries of the context (or calls of the decorated function) to trace; if given, steps are counted
             from the start of each entry.
         ranks: Ranks of a distributed run on which to trace; None for all.
-        backward: Follow the gradients too.
-        level: `modules` measures what goes into and comes out of every module, `blocks` of layers and the parts beside
-            them only, which costs less and finds the same operation unless what went wrong does not leave its block.
-        progress: Told the path of each block as it is passed.
+        backward: Trace the gradients too.
+        level: `modules` measures inputs and outputs of every module; `blocks` only those of layers and of the parts
+            beside them, which costs less and finds the same operation unless the bad value never leaves its block.
+        progress: Called with the path of each block when its forward or backward pass is done.
 
     Raises:
         NotAModelError: The object holds no torch module.
-        InputError: Another option cannot be used.
+        InputError: An option cannot be used.
     """
     want("trace", level=(level, TEXT), backward=(backward, FLAG), progress=(progress, optional(FUNCTION)))
     return Trace(
@@ -62,12 +63,12 @@ def trace(
         backward=backward,
         level=level,
         answers=lambda finding: advice(finding, model),
-        passed=progress,
+        progress=progress,
     )
 
 
 def advice(finding: Finding, model: object) -> tuple[str, ...]:
-    """What to try about a finding: the line that runs the patches that answer it, or why there is none.
+    """Return what to try for a finding: the call that applies the patches that fix it, or why there is none.
 
     Args:
         finding: What the tracer found.
@@ -82,7 +83,7 @@ def advice(finding: Finding, model: object) -> tuple[str, ...]:
 
 
 def answering(finding: Finding, model: object) -> tuple[str, ...]:
-    """Ids of the patches that answer a finding and can be applied to this model; empty if none is needed.
+    """Return the ids of the patches that fix a finding and can be applied to this model; empty if none is needed.
 
     Args:
         finding: What the tracer found.
@@ -92,7 +93,7 @@ def answering(finding: Finding, model: object) -> tuple[str, ...]:
 
 
 def _decisions(finding: Finding, model: object) -> list[Decision]:
-    """What the patches that answer a finding would do to a model."""
+    """Return the decisions, for this model, on the patches that fix a finding."""
     entries = registry.entries()
     ids = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers}
     here = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers_where_it_edits}
@@ -111,19 +112,19 @@ def _runnable(decisions: list[Decision]) -> tuple[str, ...]:
 
 
 def _unhelpful(decision: Decision) -> str:
-    """Why a patch that answers a finding is not run, and what else its file suggests."""
+    """Return why a patch that fixes a finding cannot be applied, and what its file suggests instead."""
     instead = registry.get(decision.patch).patch.suggests if decision.decided == "refused" else ""
-    why = f"{decision.patch} answers this, but is {decision.decided} here: {decision.reason}"
+    why = f"{decision.patch} fixes this, but is {decision.decided} here: {decision.reason}"
     return f"{why}; {instead}" if instead else why
 
 
 def _unpatched(finding: Finding, what: str) -> str:
     hints = {
-        "bad-input": "look at what makes the batch",
-        "bad-weight": "look at the checkpoint with `hfpatch scan`, or at the step that wrote the weight",
-        "bad-buffer": "look at what moved or cast the model",
+        "bad-input": "check the data loader and collator that made the batch",
+        "bad-weight": "check the checkpoint with `hfpatch scan`, or the optimizer step that wrote the weight",
+        "bad-buffer": "check the code that moved or cast the model",
         "uninitialised-buffer": "load the model with from_pretrained, or call the module's own initialisation",
-        "no-labels": "leave such a batch out of the step: hfpatch.Guard does",
+        "no-labels": "skip the optimizer step for such a batch, as hfpatch.Guard does",
     }
     hint = hints.get(finding.symptom)
     return f"No {what} is known for this" + (f"; {hint}." if hint else ".")

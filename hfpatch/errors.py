@@ -1,17 +1,17 @@
-"""Everything hfpatch raises.
+"""The exceptions that hfpatch raises.
 
     HfpatchError
-    ├── InputError              what the caller named cannot be used; nothing was changed
+    ├── InputError              an argument cannot be used; nothing was changed
     │   ├── NotAModelError      the object holds no torch module
-    │   ├── ModelNotFoundError  no model under that name, directory or config
-    │   ├── UnknownPatchError   no patch of that name
-    │   └── NoEmbeddingError    no token embedding, or more than one to choose from
+    │   ├── ModelNotFoundError  no model with that name, directory or config
+    │   ├── UnknownPatchError   no patch with that name
+    │   └── NoEmbeddingError    no token embedding, or several and none was named
     ├── PatchFileError          a patch file cannot be loaded (file and line)
-    ├── RefusedError            a patch that was asked for by name does not go with this model
-    ├── ConflictError           two patches want different things of the same place
-    ├── ApplyError              an edit failed; those before it were undone
-    ├── RevertError             something stands in the way of an undo
-    └── GuardStop               training cannot go on as it is; carries the history
+    ├── RefusedError            a patch that was asked for by name does not fit this model
+    ├── ConflictError           two patches set different values in the same place
+    ├── ApplyError              an edit failed; the edits before it were undone
+    ├── RevertError             an edit cannot be undone
+    └── GuardStop               training cannot continue; carries the history
 
 Each message says what was asked, what was found and where, and what to do next.
 """
@@ -22,11 +22,11 @@ from typing import Any
 
 
 class HfpatchError(Exception):
-    """Root of what hfpatch raises."""
+    """Base class of the exceptions that hfpatch raises."""
 
 
 class InputError(HfpatchError, ValueError):
-    """What the caller named cannot be used; nothing was changed."""
+    """An argument cannot be used; nothing was changed."""
 
 
 class NotAModelError(InputError, TypeError):
@@ -34,44 +34,45 @@ class NotAModelError(InputError, TypeError):
 
 
 class ModelNotFoundError(InputError):
-    """No model under that name, directory or config file."""
+    """No model with that name, directory or config file."""
 
 
 class UnknownPatchError(InputError, KeyError):
-    """No patch of that name."""
+    """No patch with that name."""
 
     __str__ = Exception.__str__  # KeyError would print the repr of the sentence
 
 
 class NoEmbeddingError(InputError, LookupError):
-    """No token embedding to call, or several and none named."""
+    """No token embedding, or several and none was named."""
 
 
 class PatchFileError(HfpatchError):
-    """A patch file cannot be loaded; the sentence names file and line."""
+    """A patch file cannot be loaded; the message names file and line."""
 
 
 class RefusedError(HfpatchError):
-    """A patch that was asked for by name does not go with this model."""
+    """A patch that was asked for by name does not fit this model."""
 
 
 class ConflictError(HfpatchError):
-    """Two patches want different things of the same place."""
+    """Two patches set different values in the same place."""
 
 
 class ApplyError(HfpatchError):
-    """An edit failed; those before it were undone."""
+    """An edit failed; the edits before it were undone."""
 
 
 class RevertError(HfpatchError):
-    """Something stands in the way of an undo."""
+    """An edit cannot be undone."""
 
 
 class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
-    """Training cannot go on as it is.
+    """Training cannot continue.
 
     Attributes:
-        history: The last judged steps that were skipped, oldest first (`hfpatch.guarding.outcome.Facts`).
+        history: The last skipped steps, oldest first (`hfpatch.guarding.outcome.Facts`). Ordinary overflows of the
+            loss scale and steps with zero loss and zero gradients are not in it.
     """
 
     def __init__(self, message: str, history: tuple[Any, ...] = ()) -> None:

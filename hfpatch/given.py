@@ -1,4 +1,4 @@
-"""What callers pass to a public function, checked before anything is done with it."""
+"""Checks of the arguments of public functions, made before anything else is done."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 from hfpatch.errors import InputError
 
 SHOWN = 60
-"""Characters of a value that an error repeats."""
+"""Characters of a value that an error message quotes."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument has to be: in words, and as a test."""
+    """A kind of argument: its description, and a test for it."""
 
     words: str
     fits: Callable[[Any], bool]
 
 
 def want(call: str, **given: tuple[Any, Kind]) -> None:
-    """Refuse arguments that are not of their kind.
+    """Raise if an argument is not of its kind.
 
     Args:
         call: Name of the function that was called.
         given: Each argument with its kind.
 
     Raises:
-        InputError: One is not; the sentence says what was wanted and what was got.
+        InputError: An argument is not of its kind; the message says which kind is wanted and what was passed.
     """
     for name, (value, kind) in given.items():
         if not kind.fits(value):
@@ -41,7 +41,7 @@ def want(call: str, **given: tuple[Any, Kind]) -> None:
 
 
 def shown(value: object) -> str:
-    """A value in few words; one whose own text may be long, or may raise, by its type."""
+    """Return a short text for a value: its repr where that is short and safe to call, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if _is_plain(value, 2):
@@ -51,7 +51,7 @@ def shown(value: object) -> str:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """True for built-in values, and small containers of them, whose text is theirs alone."""
+    """True if it is a built-in value, or a small container of such values, so that repr runs no other code."""
     if value is None or type(value) in (str, bytes, bool, float, complex):
         return True
     if type(value) is int:
@@ -63,34 +63,34 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def optional(kind: Kind) -> Kind:
-    """The same, or None."""
+    """Return the kind that also accepts None."""
     return Kind(f"{kind.words} or None", lambda value: value is None or kind.fits(value))
 
 
 def instance(words: str, home: Callable[[], type]) -> Kind:
-    """An instance of a class, which is imported when it is needed."""
+    """Return the kind of instances of a class; `home` imports and returns that class."""
     return Kind(words, lambda value: isinstance(value, home()))
 
 
 def having(words: str, *methods: str) -> Kind:
-    """An object with these methods."""
+    """Return the kind of objects that have these methods."""
     return Kind(words, lambda v: not isinstance(v, type) and all(callable(getattr(v, m, None)) for m in methods))
 
 
 def _is_whole(value: Any) -> bool:
-    """True if it is an integer that 64 bits can hold."""
+    """True if it is an integer that fits in 64 bits."""
     return type(value) is not bool and isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
 
 
 def _is_real(value: Any) -> bool:
-    """True if it is a number that a float can be."""
+    """True if it is a real number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return not isinstance(value, Integral) or abs(int(value)) <= sys.float_info.max
 
 
 def _takes_one(value: Any) -> bool:
-    """True if it can be called with one argument, as far as its signature says; a module is none of these functions."""
+    """True if it can be called with one argument, as far as its signature tells; False for a torch module."""
     if not callable(value) or any(c.__module__.startswith("torch.nn.") for c in inspect.getmro(type(value))):
         return False
     try:
@@ -117,7 +117,7 @@ def _is_float_dtype(value: Any) -> bool:
 
 
 def _is_device(value: Any) -> bool:
-    """True if tensors can be made there."""
+    """True if a tensor can be made on this device."""
     import torch
 
     try:
@@ -137,5 +137,5 @@ FUNCTION = Kind("a function of one argument", _takes_one)
 PATH = Kind("a path", lambda v: isinstance(v, (str, os.PathLike)))
 MAPPING = Kind("a dict", lambda v: isinstance(v, Mapping))
 TENSOR = instance("a tensor", _tensor)
-DEVICE = Kind("a device that torch sees here", _is_device)
+DEVICE = Kind("a device that torch can use here", _is_device)
 FLOATING = Kind("torch.float16, bfloat16, float32 or float64", _is_float_dtype)

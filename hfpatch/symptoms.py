@@ -1,6 +1,6 @@
-"""What a tracer can find and a patch can answer: the words that join the two.
+"""The symptoms that a trace can find and a patch can fix.
 
-A finding carries one of these keys, `Patch.answers` names those that a patch mends.
+A finding carries one of these keys; `Patch.answers` lists the keys that a patch fixes.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ SYMPTOMS: dict[str, str] = {
     "silent-zero": "an overflow that ends in zeros, not in NaN",
     "unknown": "the operation could not be named",
 }
-"""Key -> what it means."""
+"""Key -> its meaning."""

@@ -86,7 +86,7 @@ class TestWords:
 
     def test_refused(self, tiny: Callable[[str], nn.Module]) -> None:
         first, second = said("residual-overflow", tiny("olmo2").half()).splitlines()
-        assert first.startswith("fp16-residual-overflow answers this, but is refused here: olmo2: ")
+        assert first.startswith("fp16-residual-overflow fixes this, but is refused here: olmo2: ")
         assert first.endswith(
             "; stock alternatives: bfloat16 weights, or (but for T5) float32 weights under float16 autocast"
         )
@@ -98,13 +98,13 @@ class TestWords:
 
     def test_of_no_transformers_model(self) -> None:
         text = said("residual-overflow", nn.Linear(2, 2))
-        assert text.startswith("fp16-residual-overflow answers this, but is refused here: ")
+        assert text.startswith("fp16-residual-overflow fixes this, but is refused here: ")
         assert text.endswith("No other patch is known for this.")
 
     def test_already_applied(self, gemma: nn.Module) -> None:
         hfpatch.apply(gemma, only="fp16-residual-overflow", verbose=False)
         first, second = said("residual-overflow", gemma).splitlines()
-        assert first == ("fp16-residual-overflow answers this, but is not needed here: already applied (18 edits)")
+        assert first == ("fp16-residual-overflow fixes this, but is not needed here: already applied (18 edits)")
         assert second == "No other patch is known for this."
         assert answering(finding("residual-overflow"), gemma) == ()
 
@@ -120,7 +120,7 @@ class TestWords:
 
     @pytest.mark.parametrize(
         ("symptom", "hint"),
-        [("bad-weight", "hfpatch scan"), ("no-labels", "hfpatch.Guard"), ("bad-input", "makes the batch")],
+        [("bad-weight", "hfpatch scan"), ("no-labels", "hfpatch.Guard"), ("bad-input", "collator")],
     )
     def test_where_to_look_instead(self, symptom: str, hint: str, gemma: nn.Module) -> None:
         assert hint in said(symptom, gemma)

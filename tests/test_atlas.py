@@ -238,7 +238,7 @@ def test_inspect_all_on_the_command_line(here: Any, monkeypatch: pytest.MonkeyPa
     ran: Ran = here("inspect", "--all", "--json")
     assert set(ran.figures["architectures"]) == set(WANTED)
     assert ran.figures["versions"]["transformers"] == transformers.__version__
-    assert "--all goes with --json" in here("inspect", "some-model", "--all", code=2).sentence
+    assert "--all can be combined only with --json" in here("inspect", "some-model", "--all", code=2).sentence
     assert "no model named" in here("inspect", code=2).sentence
 
 

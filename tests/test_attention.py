@@ -227,7 +227,7 @@ def test_attention_that_computes_something_else_is_refused_by_name(tiny: Any) ->
 
     model = tiny("llama")
     module = model.model.layers[0].self_attn
-    assert differs_from_eager(louder, module, None) == "gives something else with a mask"
+    assert differs_from_eager(louder, module, None) == "gives a different output with a mask"
     assert differs_from_eager(eager_attention_forward, module, None) is None
     assert "does not run on its own (TypeError" in str(differs_from_eager(lambda: None, module, None))
 

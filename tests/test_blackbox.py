@@ -245,14 +245,14 @@ class TestWhatCannotBeReplayed:
         guard.step(model(input_ids=ids).logits.square().mean() * NAN)
         (bundle,) = bundles(tmp_path)
         assert bundle.finding is None
-        assert "returns no loss; the loss and the backward pass were not run again" in bundle.says
+        assert "returns no loss, so the loss and the backward pass were not run again" in bundle.says
 
     def test_a_loss_spoiled_outside(self, tmp_path: Path, ids: torch.Tensor) -> None:
         model = llama()
         guard = guarded(model, BlackBox(tmp_path))
         guard.step(model(**plain(model, ids)).loss * NAN)
         assert "no operation goes wrong" in bundles(tmp_path)[0].says
-        assert "what broke lies outside the model" in bundles(tmp_path)[0].says
+        assert "the cause is outside the model" in bundles(tmp_path)[0].says
 
     def test_a_batch_that_was_overwritten(self, tmp_path: Path, ids: torch.Tensor) -> None:
         model = llama()
@@ -263,8 +263,8 @@ class TestWhatCannotBeReplayed:
         guard.step(loss)
         (bundle,) = bundles(tmp_path)
         assert "overwritten in place" in bundle.says
-        assert bundle.about["batch"]["left_out"] == "it was overwritten in place since"
-        with pytest.raises(InputError, match="holds no batch to run: it was overwritten"):
+        assert bundle.about["batch"]["left_out"] == "it was overwritten in place"
+        with pytest.raises(InputError, match="holds no batch, so it cannot be replayed: it was overwritten"):
             bundle.replay(model)
 
     def test_a_cache_among_the_arguments(self, tmp_path: Path, ids: torch.Tensor) -> None:
@@ -272,7 +272,9 @@ class TestWhatCannotBeReplayed:
         guard = guarded(model, BlackBox(tmp_path))
         cache = DynamicCache(config=model.config)
         guard.step(model(**embedded(model, ids, NAN), past_key_values=cache).loss)
-        with pytest.raises(InputError, match=r"given kwargs\.past_key_values, a DynamicCache, which a bundle does not"):
+        with pytest.raises(
+            InputError, match=r"its argument kwargs\.past_key_values was a DynamicCache, which a bundle does not"
+        ):
             bundles(tmp_path)[0].replay(model)
 
     def test_weights_that_a_step_ruined(self, tmp_path: Path, ids: torch.Tensor) -> None:
@@ -448,7 +450,7 @@ def test_private_data_stay_out(tmp_path: Path, ids: torch.Tensor) -> None:
     assert described["labels"]["shape"] == [2, 12]
     assert described["output_hidden_states"] == {"is": "absent", "of": "bool"}
     assert bundle.finding is not None, "it was run again at the spot"
-    with pytest.raises(InputError, match="holds no batch to run: keep_batch=False"):
+    with pytest.raises(InputError, match="holds no batch, so it cannot be replayed: keep_batch=False"):
         bundle.replay(model)
 
 
@@ -524,7 +526,7 @@ class TestTrainer:
             max_steps=3,
         )
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert "made the GuardCallback anew, without its black box" in capsys.readouterr().err
+        assert "has recreated the GuardCallback without its black box" in capsys.readouterr().err
 
 
 def test_an_encoder_with_its_own_head(tmp_path: Path, ids: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ def test_a_bad_gradient_under_ddp(tmp_path: Path) -> None:
 def test_layers_that_talk_to_other_ranks_are_not_run_again(tmp_path: Path) -> None:
     _, bundles = ran("ddp-talks", tmp_path)
     assert bundles[1]
-    assert all("a layer of it talks to other ranks" in b.says for b in bundles[1])
+    assert all("a layer communicates with other ranks" in b.says for b in bundles[1])
 
 
 def test_sharded_parameters_are_not_run_again(tmp_path: Path) -> None:

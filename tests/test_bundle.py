@@ -119,7 +119,7 @@ class TestBounds:
 
     @pytest.mark.parametrize("bound", [{"max_bundles": 0}, {"max_bytes": -1}, {"max_bundles": 2.5}])
     def test_bounds_that_are_none(self, bound: Any) -> None:
-        with pytest.raises(InputError, match="want a whole number above 0"):
+        with pytest.raises(InputError, match="want a positive integer"):
             BlackBox("box", **bound)
 
 
@@ -131,10 +131,10 @@ class TestADiskThatFails:
         with pytest.raises(GuardStop) as stop:
             guard.step(guard.model(x=torch.full((2, 4), NAN))["loss"])
         (line,) = capsys.readouterr().err.splitlines()
-        assert "cannot be written to (Not a directory); training goes on without bundles" in line
+        assert "cannot be written to (Not a directory); training continues without bundles" in line
         assert "bad-input" not in str(stop.value)
-        assert "the model was given it" in str(stop.value), "the finding is told all the same"
-        assert str(stop.value).splitlines()[-1].startswith("next: make room, or name another directory")
+        assert "the caller passed it to the model" in str(stop.value), "the finding is told all the same"
+        assert str(stop.value).splitlines()[-1].startswith("next: free disk space, or name another directory")
 
     def test_a_full_disk(
         self, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -233,55 +233,55 @@ def replaced_batch(path: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another format": (
         edited('"format": 1', '"format": 2'),
-        "has format 2, written by hfpatch .*this one reads format 1",
+        "has format 2, written by hfpatch .*this version reads format 1",
     ),
-    "an edited figure": (edited('"step": 1', '"step": 7'), "is not as it was written: its digest differs"),
+    "an edited figure": (edited('"step": 1', '"step": 7'), "was changed after it was written: its digest differs"),
     "truncated JSON": (
         lambda p: (p / "bundle.json").write_bytes((p / "bundle.json").read_bytes()[:500]),
-        "bundle.json is no JSON .*truncated or changed",
+        "bundle.json is not JSON .*truncated or changed",
     ),
-    "empty JSON": (lambda p: (p / "bundle.json").write_bytes(b""), "is no JSON"),
-    "a pickle": (lambda p: (p / "bundle.json").write_bytes(b"\x80\x04N."), "is no JSON"),
-    "a list": (lambda p: (p / "bundle.json").write_text("[]"), "a list, want an object"),
-    "deep nesting": (lambda p: (p / "bundle.json").write_text("[" * 100_000), "is no JSON"),
+    "empty JSON": (lambda p: (p / "bundle.json").write_bytes(b""), "is not JSON"),
+    "a pickle": (lambda p: (p / "bundle.json").write_bytes(b"\x80\x04N."), "is not JSON"),
+    "a list": (lambda p: (p / "bundle.json").write_text("[]"), "want a JSON object, got list"),
+    "deep nesting": (lambda p: (p / "bundle.json").write_text("[" * 100_000), "is not JSON"),
     "no JSON": (lambda p: (p / "bundle.json").unlink(), "it holds no bundle.json"),
     "no batch": (lambda p: (p / folder.BATCH).unlink(), "batch.safetensors cannot be read: No such file"),
     "truncated batch": (batch(lambda b: b[:-8]), "batch.safetensors has .* bytes, .* were written"),
     "one bit of the batch": (
         batch(lambda b: b[:-1] + bytes([b[-1] ^ 1])),
-        "batch.safetensors is not as it was written",
+        "batch.safetensors was changed after it was written",
     ),
     "no directory": (shutil.rmtree, "no such directory; name a bundle"),
-    "a key is missing": (rewritten(lambda a: a.pop("replay")), "is not what a black box writes: KeyError"),
+    "a key is missing": (rewritten(lambda a: a.pop("replay")), "is malformed .KeyError"),
     "a finding of another type": (
         rewritten(lambda a: a["replay"]["finding"].update(module=[])),
-        "is not what a black box writes: TypeError",
+        "is malformed .TypeError",
     ),
-    "a step in words": (rewritten(lambda a: a.update(step="one")), "is not what a black box writes: TypeError"),
+    "a step in words": (rewritten(lambda a: a.update(step="one")), "is malformed .TypeError"),
     "an empty finding": (
         rewritten(lambda a: a["replay"].update(finding={})),
-        "is not what a black box writes: KeyError",
+        "is malformed .KeyError",
     ),
-    "a batch without its call": (rewritten(lambda a: a.update(call=None)), "is not what a black box writes: TypeError"),
+    "a batch without its call": (rewritten(lambda a: a.update(call=None)), "is malformed .TypeError"),
     "a batch without its size": (
         rewritten(lambda a: a["batch"].pop("bytes")),
-        "is not what a black box writes: KeyError",
+        "is malformed .KeyError",
     ),
     "a batch whose size is a word": (
         rewritten(lambda a: a["batch"].update(bytes="x")),
-        "is not what a black box writes: TypeError",
+        "is malformed .TypeError",
     ),
-    "no reason": (rewritten(lambda a: a.update(batch={})), "is not what a black box writes: KeyError"),
+    "no reason": (rewritten(lambda a: a.update(batch={})), "is malformed .KeyError"),
 }
 
 UNRUNNABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an odd kind": (rewritten(lambda a: a["arguments"]["kwargs"].update({"is": "code"})), "described as 'code'"),
-    "another batch": (replaced_batch, "is not what a black box writes: KeyError: 'kwargs.x'"),
+    "another batch": (replaced_batch, "is malformed .KeyError: 'kwargs.x'"),
     "random numbers that are none": (
         rewritten(lambda a: a["call"]["random"]["numpy"].__setitem__(1, "%%%")),
-        "is not what a black box writes",
+        "is malformed",
     ),
-    "a factor in words": (rewritten(lambda a: a["replay"].update(factor="much")), "is not what a black box writes"),
+    "a factor in words": (rewritten(lambda a: a["replay"].update(factor="much")), "is malformed"),
 }
 
 
@@ -305,13 +305,13 @@ def test_a_forged_bundle_is_one_sentence_when_it_is_run(kind: str, bundle: Path)
 
 
 def test_the_directory_of_bundles_is_told_from_a_bundle(bundle: Path) -> None:
-    with pytest.raises(InputError, match=f"it holds bundles, name one: {bundle.name}"):
+    with pytest.raises(InputError, match=f"name a bundle in it, such as {bundle.name}"):
         read(bundle.parent)
 
 
 def test_no_pickle_is_written(bundle: Path) -> None:
     assert sorted(p.name for p in bundle.iterdir()) == ["batch.safetensors", "bundle.json"]
-    json.loads((bundle / "bundle.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    json.loads((bundle / "bundle.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from hfpatch.errors import InputError, NotAModelError
-from hfpatch.guarding.checks import unscales
+from hfpatch.guarding.checks import can_unscale
 from hfpatch.guarding.hazard import Hazard, Hazards
 from hfpatch.guarding.hazards import check
 from hfpatch.lab.tiny import SpeechLLM, tiny_config, tiny_model
@@ -83,7 +83,7 @@ def test_a_scaler_refuses_what_is_said_to_be_refused(device: str, dtype: torch.d
         scaler.unscale_(optimizer)
     except (ValueError, NotImplementedError):
         refused = True
-    assert refused is not unscales(torch.device(device), dtype)
+    assert refused is not can_unscale(torch.device(device), dtype)
     assert refused or dtype is not torch.float16
     found = check(model, {"fp16": True}, optimizer=optimizer, device=device)
     if dtype is torch.float32:
@@ -125,7 +125,7 @@ def test_a_fused_optimizer_without_clipping_lets_float16_pass() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, eps=1e-4)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.randn(4, 8).half()).float().square().mean()).backward()
-    scaler.step(optimizer)  # clips nothing, so nobody unscales
+    scaler.step(optimizer)  # clips nothing, so nobody can_unscale
     assert all(p.isfinite().all() for p in model.parameters())
     assert not one(check(model, {"fp16": True, "max_grad_norm": 0}), "fp16-parameters").certain
     assert one(check(model, {"fp16": True}), "fp16-parameters").certain
@@ -472,7 +472,7 @@ def test_checkpointing_that_cuts_off(reentrant: bool, given: Any, tmp_path: Path
         hazard = one(found, "checkpointing-cuts-off")
         assert hazard.certain is (given is not None)
         assert "layers.0" in hazard.reason or "layer.0" in hazard.reason
-        assert "the 8 parameters that train" in hazard.reason
+        assert "the 8 trained parameters" in hazard.reason
         # it is on now: told from the model itself
         assert "checkpointing-cuts-off" in check(model, batch=given).ids
         assert with_gradients(model, IMAGES) == 0
@@ -623,7 +623,7 @@ def test_subclasses_and_accelerate_names(tmp_path: Path) -> None:
     assert "fp16-parameters" in check(model, {"mixed_precision": "fp16"}).ids
     assert not check(model.float(), {"mixed_precision": False})
     found = check(model, {"mixed_precision": "bf16", "packing": True, "dataset_name": "x"})
-    assert "no keys of TrainingArguments, and not looked at: packing, dataset_name" in found.remarks
+    assert "not keys of TrainingArguments, and not checked: packing, dataset_name" in found.remarks
 
 
 @pytest.mark.parametrize(

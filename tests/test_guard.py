@@ -397,7 +397,7 @@ def test_refusals() -> None:
     brain = net().bfloat16()
     Guard(brain, torch.optim.Adam(brain.parameters()))
     model = net()
-    with pytest.raises(InputError, match="on_device=True, but AdamW"):
+    with pytest.raises(InputError, match="on_device=True, but this AdamW"):
         Guard(model, adamw(model, foreach=True), on_device=True)
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
         optimizer = adamw(model)

@@ -40,10 +40,10 @@ def test_a_good_loss_comes_back_itself(dtype: torch.dtype, shape: tuple[int, ...
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (math.nan, "the loss is NaN; if every label of the batch is -100, look at the collator"),
+        (math.nan, "the loss is NaN; if every label of the batch is -100, check the collator"),
         (math.inf, "the loss is +inf; hfpatch.trace"),
         (-math.inf, "the loss is -inf; hfpatch.trace"),
-        (1e7, "the loss is 1e+07, outside -1e+06 to 1e+06; look at the batch"),
+        (1e7, "the loss is 1e+07, outside -1e+06 to 1e+06; check the batch"),
         (-1e7, "the loss is -1e+07, outside"),
     ],
 )
@@ -293,9 +293,9 @@ def test_no_gradient_goes_into_the_teacher() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((torch.ones(2, 3), torch.ones(2, 4)), "one shape [..., width], got (2, 3) and (2, 4)"),
+        ((torch.ones(2, 3), torch.ones(2, 4)), "the same shape [..., width], got (2, 3) and (2, 4)"),
         ((torch.tensor(1.0), torch.tensor(1.0)), "got () and ()"),
-        ((torch.ones(2, 3).long(), torch.ones(2, 3)), "want floating tensors, got torch.int64"),
+        ((torch.ones(2, 3).long(), torch.ones(2, 3)), "want floating-point tensors, got torch.int64"),
         ((torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3)), "want a mask of shape (2,)"),
     ],
 )

@@ -133,7 +133,7 @@ def test_optimizers_and_layers_that_cannot_be_judged_are_refused() -> None:
     with pytest.raises(InputError, match="LBFGS calls the model again inside its step"):
         Guard(model, torch.optim.LBFGS(model.parameters()))
     words: Any = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
-    with pytest.raises(InputError, match=r"0 gives sparse gradients \(sparse=True\)"):
+    with pytest.raises(InputError, match=r"0 has sparse gradients \(sparse=True\)"):
         Guard(words, torch.optim.SGD(words.parameters(), lr=0.1))
     Guard(words, torch.optim.SGD(words[1].parameters(), lr=0.1), verbose=False)
 
@@ -142,8 +142,8 @@ def test_optimizers_and_layers_that_cannot_be_judged_are_refused() -> None:
     ("loss", "said"),
     [
         (lambda out: out.square(), r"one number; got shape \(4, 3\)"),
-        (lambda out: out.detach().mean(), "this loss has no graph"),
-        (lambda _: torch.tensor(1.0), "this loss has no graph"),
+        (lambda out: out.detach().mean(), "this loss has no autograd graph"),
+        (lambda _: torch.tensor(1.0), "this loss has no autograd graph"),
         (lambda _: 1.0, "a tensor of one number; got float"),
         (lambda out: {"loss": out.mean()}, r"got dict; pass output\.loss"),
     ],

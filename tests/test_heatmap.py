@@ -280,7 +280,7 @@ class TestFiles:
 
     @pytest.mark.parametrize(
         ("name", "says"),
-        [("no/a.txt", "there is no directory .*no; make it"), ("file/a.txt", "file is no directory"),
+        [("no/a.txt", "there is no directory .*no; make it"), ("file/a.txt", "file is not a directory"),
          (".", "it is a directory; name a file in it"), ("n" * 300, "File name too long")],
     )  # fmt: skip
     def test_a_place_that_cannot_be_written(self, tmp_path: Path, name: str, says: str) -> None:
@@ -291,7 +291,7 @@ class TestFiles:
 
     @pytest.mark.parametrize(
         ("call", "error", "says"),
-        [("open", PermissionError(13, "Permission denied"), "may not write in"),
+        [("open", PermissionError(13, "Permission denied"), "no permission to write in"),
          ("fsync", OSError(28, "No space left on device"), "No space left on device")],
     )  # fmt: skip
     def test_a_failure_keeps_the_old_file(

@@ -80,7 +80,7 @@ def test_the_recorded_fault_is_reproduced(overflowing: tuple[Path, Path]) -> Non
     assert max(map(len, lines)) <= 80
     text = " ".join(done.stdout.split())
     assert text.count("residual add in model.layers.1") == 2, "in the run, and here"
-    assert "Reproduced: the same operation of the same module." in text
+    assert "Reproduced: the same operation in the same module." in text
     assert "not the weights" not in text
     assert lines[-1] == APPLY
 
@@ -101,15 +101,15 @@ def test_json(overflowing: tuple[Path, Path], replay: Replay) -> None:
 def test_another_dtype_is_healthy_and_said(overflowing: tuple[Path, Path], replay: Replay) -> None:
     model, bundle = overflowing
     text = replay(bundle, model, "--dtype", "float32").text
-    assert "Not reproduced: what the bundle recorded does not happen here." in text
+    assert "Not reproduced: the recorded fault does not occur here." in text
     assert "The run's weights were float16, these are float32." in text
-    assert "no operation goes wrong; it gives a loss of" in text
+    assert "no operation goes wrong; the loss is" in text
 
 
 def test_other_weights_are_told(overflowing: tuple[Path, Path], replay: Replay, tmp_path: Path) -> None:
     healthy: Any = tiny_model("gemma3_text")
     healthy.save_pretrained(tmp_path)
-    assert "These are not the weights that the run had at that step." in replay(overflowing[1], tmp_path).text
+    assert "The weights differ from those of the run at that step." in replay(overflowing[1], tmp_path).text
 
 
 def test_patches_of_the_run_are_applied(
@@ -123,11 +123,11 @@ def test_patches_of_the_run_are_applied(
     bundle = skipped(model, tmp_path / "box", poisoned(model, ids))
     assert read(bundle).patches == (PATCH,)
     text = replay(bundle, folder, code=1).text
-    assert f"Patched as the run was: {PATCH}." in text
+    assert f"Applied as in the run: {PATCH}." in text
     assert "Reproduced" in text
     assert "not the weights" not in text
     text = replay(bundle, folder, "--unpatched", code=1).text
-    assert f"Without patches that the run had: {PATCH}." in text
+    assert f"Not applied here, but in the run: {PATCH}." in text
 
 
 def test_a_fault_of_the_backward_pass_needs_the_factor_of_the_loss(
@@ -180,8 +180,8 @@ def test_a_loss_that_was_spoiled_outside(replay: Replay, tmp_path: Path, ids: to
     model.save_pretrained(tmp_path / "model")
     bundle = skipped(model, tmp_path / "box", {"input_ids": ids, "labels": ids}, factor=float("nan"))
     text = replay(bundle, tmp_path / "model").text
-    assert "what broke lies outside the model" in text
-    assert "Nothing to reproduce: no operation was found to go wrong in the run either." in text
+    assert "the cause is outside the model" in text
+    assert "Nothing to reproduce: no fault was found in the run either." in text
 
 
 class TestBadInput:
@@ -214,7 +214,7 @@ class TestBadInput:
     def test_private_data(self, overflowing: tuple[Path, Path], bad: Any, tmp_path: Path, ids: torch.Tensor) -> None:
         model: Any = tiny_model("gemma3_text").train()
         bundle = skipped(model, tmp_path, poisoned(model, ids), keep_batch=False)
-        assert "holds no batch to run: keep_batch=False" in bad(bundle, overflowing[0])
+        assert "holds no batch, so it cannot be replayed: keep_batch=False" in bad(bundle, overflowing[0])
 
     def test_another_architecture(
         self, overflowing: tuple[Path, Path], bad: Any, tmp_path: Path, ids: torch.Tensor
@@ -229,11 +229,11 @@ class TestBadInput:
         batch = {"input_ids": ids, "labels": torch.tensor([0, 1])}
         bundle = skipped(model, tmp_path / "box", batch, factor=float("nan"))
         BertForTokenClassification(BERT).save_pretrained(tmp_path / "other")
-        assert "cannot be run with" in bad(bundle, tmp_path / "other")
+        assert "cannot be run on" in bad(bundle, tmp_path / "other")
 
     def test_weights_that_are_missing(self, overflowing: tuple[Path, Path], bad: Any, tmp_path: Path) -> None:
         weights = load_file(overflowing[0] / "model.safetensors")
         kept = {k: v for k, v in weights.items() if "layers.2" not in k}
         save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "config.json").write_bytes((overflowing[0] / "config.json").read_bytes())
-        assert "does not hold" in bad(overflowing[1], tmp_path)
+        assert "lacks 13 weights" in bad(overflowing[1], tmp_path)

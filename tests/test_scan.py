@@ -142,7 +142,7 @@ def test_beyond_float16_is_a_note(tmp_path: Path) -> None:
     notes = {f.tensor: f for f in report.notes if f.kind == "beyond float16"}
     assert list(notes) == ["far", "spoilt", "near"]
     assert notes["far"].figures["count"] == 2
-    assert "inf as float16" in notes["far"].text
+    assert "infinite in float16" in notes["far"].text
     assert "rounds down" in notes["near"].text
     assert float(torch.tensor(65519.9).half()) == 65504
     assert float(torch.tensor(65520.0).half()) == math.inf
@@ -225,8 +225,8 @@ ONE = {"x": entry("F32", [1], 0, 4)}
         (b"\x01\x00", "2 bytes"),
         (b"\xff" * 8 + b"{}", "18,446,744,073,709,551,615 bytes"),
         (struct.pack("<Q", 100) + b"{}", "truncated"),
-        (struct.pack("<Q", 0), "no JSON object"),
-        (b"PK\x03\x04" + b"\0" * 60, "no JSON object"),
+        (struct.pack("<Q", 0), "not a JSON object"),
+        (b"PK\x03\x04" + b"\0" * 60, "not a JSON object"),
         (struct.pack("<Q", 4) + b"{\xff\xfe}", "not UTF-8"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
     ],
@@ -242,32 +242,32 @@ def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes, words: str)
     ("header", "data", "words"),
     [
         (ONE, 3, "truncated"),
-        (ONE, 5, "follow its last tensor"),
+        (ONE, 5, "after its last tensor belong to no tensor"),
         ({"x": entry("F32", [1], 0, 4), "y": entry("F32", [1], 2, 6)}, 6, "overlaps"),
         ({"x": entry("F32", [1], 0, 4), "y": entry("F32", [1], 6, 10)}, 10, "belong to no tensor"),
-        ({"x": entry("F32", [2], 0, 4)}, 4, "takes 8 bytes"),
-        ({"x": entry("F32", [1], 4, 0)}, 4, "takes 4 bytes"),
-        ({"x": entry("F32", [-1], 0, 4)}, 4, "no counts"),
-        ({"x": entry("F32", [10**30], 0, 4)}, 4, "no counts"),
-        ({"x": entry("F32", [2**40, 2**40, 0], 0, 0)}, 0, "any memory"),
-        ({"x": entry("F32", [True], 0, 4)}, 4, "no counts"),
-        ({"x": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, 4, "no counts"),
+        ({"x": entry("F32", [2], 0, 4)}, 4, "needs 8 bytes"),
+        ({"x": entry("F32", [1], 4, 0)}, 4, "needs 4 bytes"),
+        ({"x": entry("F32", [-1], 0, 4)}, 4, "not counts"),
+        ({"x": entry("F32", [10**30], 0, 4)}, 4, "not counts"),
+        ({"x": entry("F32", [2**40, 2**40, 0], 0, 0)}, 0, "fit in memory"),
+        ({"x": entry("F32", [True], 0, 4)}, 4, "not counts"),
+        ({"x": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, 4, "not counts"),
         ({"x": {"dtype": "F32", "shape": [1]}}, 4, "no dtype, shape"),
-        ({"x": entry("Q8_0", [1], 0, 4)}, 4, "does not know"),
-        ({"x": entry("F4", [1], 0, 1)}, 1, "takes"),
+        ({"x": entry("Q8_0", [1], 0, 4)}, 4, "does not have"),
+        ({"x": entry("F4", [1], 0, 1)}, 1, "needs"),
         ({"x": 5}, 0, "no dtype, shape"),
         (b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{"dtype":"F32","shape":[0],'
          b'"data_offsets":[4,4]}}', 4, "twice"),
-        (b'{"x":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', 0, "no counts"),
-        (b'{"x":{"dtype":"F32","shape":[' + b"9" * 3000 + b'],"data_offsets":[0,0]}}', 0, "no counts"),
+        (b'{"x":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', 0, "not counts"),
+        (b'{"x":{"dtype":"F32","shape":[' + b"9" * 3000 + b'],"data_offsets":[0,0]}}', 0, "not counts"),
         (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "no dtype, shape"),
         (b'{"x":{"a":' + b"[" * 2000 + b"]" * 2000 + b"}}", 0, "no dtype, shape"),
         (b'{"' + b"x" * 5000 + b'":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', 0, "a name of 5,002"),
-        (b'{"__metadata__":{"a":1}}', 0, "no JSON object"),
-        (b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', 0, "no JSON object"),
-        (b'{"x', 0, "no JSON object"),
-        (b"{} x", 0, "no JSON object"),
-        (b"[]", 0, "no JSON object"),
+        (b'{"__metadata__":{"a":1}}', 0, "not a JSON object"),
+        (b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', 0, "not a JSON object"),
+        (b'{"x', 0, "not a JSON object"),
+        (b"{} x", 0, "not a JSON object"),
+        (b"[]", 0, "not a JSON object"),
     ],
 )  # fmt: skip
 def test_headers_that_lie(tmp_path: Path, header: Any, data: int, words: str) -> None:
@@ -457,9 +457,9 @@ def test_one_broken_file_does_not_hide_the_others(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "twice"),
         ('{"weight_map": {"a": 1}}', "weight_map"),
         ("[]", "weight_map"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[" * 100_000, "nested too deep"),
-        ('{"a": ' + "9" * 5000 + "}", "no JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "not JSON"),
     ],
 )
 def test_indexes_that_are_none(tmp_path: Path, raw: str, words: str) -> None:
@@ -518,7 +518,7 @@ def test_links(tmp_path: Path) -> None:
     (snapshot / "dir.safetensors").mkdir()
     found = hfpatch.scan(snapshot).findings
     assert [(f.kind, f.file) for f in found] == [("broken file", f"{n}.safetensors") for n in ("dir", "other", "pipe")]
-    assert "not there" in found[1].text
+    assert "does not exist" in found[1].text
     assert total_bytes(snapshot) == (blobs / "0a1b").stat().st_size
 
 
@@ -541,8 +541,8 @@ def test_a_hub_name_is_looked_up_in_the_cache_only(tmp_path: Path) -> None:
         (["x.bin"], "x.bin", "pickle"),
         (["x.txt"], "x.txt", "want a safetensors file"),
         (["pytorch_model.bin"], "", "only pickles such as pytorch_model.bin"),
-        (["config.json"], "", "want safetensors files"),
-        (["config.json"], "config.json", "no JSON"),
+        (["config.json"], "", "hold safetensors files"),
+        (["config.json"], "config.json", "not JSON"),
     ],
 )
 def test_paths_that_mean_no_weights(tmp_path: Path, make: list[str], name: str, words: str) -> None:
@@ -717,7 +717,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, where: str, monkey
     monkeypatch.setattr(scan_module, "read_header", then_cut)
     found = hfpatch.scan(tmp_path).findings
     assert kinds(found) == [("broken file", "a.safetensors"), ("NaN", "z")]
-    assert "became shorter" in found[0].text
+    assert "was truncated" in found[0].text
     assert found[1].figures == {"count": 1}
 
 

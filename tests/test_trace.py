@@ -148,7 +148,7 @@ class TestWhatDebugUnderflowOverflowMisses:
         assert traced(block, torch.ones(0, 4)).first_bad is None
         t = traced(block, torch.ones(2, 4), torch.tensor([0.0, float("-inf")]))
         assert t.first_bad is None
-        assert t.meant == ["1 -Inf of 2 elements in input '1' of the model: an additive mask"]
+        assert t.intentional == ["1 -Inf of 2 elements in input '1' of the model: an additive mask"]
 
     def test_padded_bert_is_healthy(self) -> None:
         ids = torch.arange(1, 13).reshape(2, 6)
@@ -257,7 +257,7 @@ class TestOperation:
         assert logits[0, 4:].isfinite().all()
         t = traced(model, ids, attention_mask=mask)
         assert t.first_bad is None
-        assert any("rows of padding only" in words for words in t.meant)
+        assert any("rows of padding only" in words for words in t.intentional)
 
     def test_no_supervised_token(self, ids: torch.Tensor) -> None:
         """Case 14: NaN loss, gradients exactly 0."""
@@ -272,7 +272,7 @@ class TestOperation:
         assert bool((model(x) == 0).all())
         found = traced(model, x).first_bad
         assert (found.symptom, found.module, found.operation) == ("silent-zero", "m1", "power")
-        assert found.holds == "nothing but zeros"
+        assert found.holds == "only zeros"
 
     def test_zeros_that_are_meant(self, ids: torch.Tensor) -> None:
         zeros = nn.Linear(4, 4)
@@ -310,7 +310,7 @@ class TestOperation:
         top = Do(lambda x: x.masked_fill(x < x.max(-1, keepdim=True).values, float("-inf")))
         t = traced(Chain(nn.Linear(4, 4), top, nn.Softmax(-1)), torch.randn(3, 4))
         assert t.first_bad is None
-        assert t.meant == ["9 -Inf of 12 elements in output of m1: written on purpose"]
+        assert t.intentional == ["9 -Inf of 12 elements in output of m1: written on purpose"]
 
     def test_minus_infinity_by_overflow(self) -> None:
         found = traced(Chain(nn.Identity(), Do(lambda x: x * -3)), torch.full((2, 2), 3e4).half()).first_bad
@@ -585,7 +585,7 @@ class TestFoundByBreakingIt:
 
         t = traced(Chain(nn.Linear(4, 4), Masked()), torch.randn(4, 4))
         assert t.first_bad is None
-        assert any("a constant" in words for words in t.meant)
+        assert any("a constant" in words for words in t.intentional)
 
     def test_a_backward_pass_that_came_too_late_is_told(self, ids: torch.Tensor) -> None:
         model = tiny_model("llama")
@@ -594,7 +594,7 @@ class TestFoundByBreakingIt:
             model(ids)
             first.backward()
         assert t.steps[0].unseen
-        assert "was not seen" in " ".join(str(t).split())
+        assert "was not traced" in " ".join(str(t).split())
 
     def test_a_row_of_logits_that_overflowed_is_no_masked_row(self) -> None:
         scores = Do(lambda x: (x @ x.T * -1).softmax(-1))
@@ -629,7 +629,7 @@ class TestFoundByBreakingIt:
 
     def test_the_loss_scale_is_no_overflow(self, ids: torch.Tensor) -> None:
         room = trained(tiny_model("llama"), ids, labels=ids).headroom("float16", loss_scale=2.0**16)
-        assert not any(r.tensor == "gradient of output 'loss'" for r in room.rooms)
+        assert not any(r.tensor == "gradient of output 'loss'" for r in room.tensors)
 
     def test_a_weight_that_was_written_behind_our_back(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4))
@@ -652,7 +652,7 @@ class TestFoundByBreakingIt:
 class TestBadInput:
     @pytest.mark.parametrize("words", [{"steps": 5}, {"epochs": 3}, {"steps": [-1]}, {"ranks": 0}, {"ranks": "0"}])
     def test_no_lists(self, words: Any) -> None:
-        with pytest.raises(InputError, match="want a list of numbers counted from 0"):
+        with pytest.raises(InputError, match="want a list of integers from 0 up"):
             hfpatch.trace(nn.Linear(2, 2), **words)
 
     def test_no_model(self) -> None:
@@ -661,7 +661,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("steps", ["0", [0.5], [True]])
     def test_steps(self, steps: Any) -> None:
-        with pytest.raises(InputError, match="numbers counted from 0"):
+        with pytest.raises(InputError, match="integers from 0 up"):
             hfpatch.trace(nn.Linear(2, 2), steps=steps)
 
     def test_level(self) -> None:
@@ -670,7 +670,7 @@ class TestBadInput:
 
     def test_entered_twice(self) -> None:
         t = hfpatch.trace(nn.Linear(2, 2))
-        with t, pytest.raises(InputError, match="entered already"), t:
+        with t, pytest.raises(InputError, match="already entered"), t:
             pass
 
     def test_headroom_in_an_unknown_dtype(self) -> None:

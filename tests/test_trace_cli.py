@@ -126,7 +126,7 @@ def test_a_healthy_one(healthy: Path, overflowing: Path, trace: Trace) -> None:
 
 
 def test_json(overflowing: Path, healthy: Path, trace: Trace) -> None:
-    keys = {"model", "run", "checkpoint", "findings", "meant", "advice", "patches"}
+    keys = {"model", "run", "checkpoint", "findings", "intentional", "advice", "patches"}
     shown = trace(overflowing, "--dtype", "fp16", "--tokens", "24", "--backward", "--json", code=1).figures
     assert set(shown) == keys
     assert shown["run"] == {
@@ -197,7 +197,7 @@ class TestCheckpoints:
         text = trace(save(model, tmp_path / "nan"), code=1).text
         assert "2 not finite in the checkpoint: model.layers.1.mlp.up_proj.weight (3 NaN of 1,536 elements)" in text
         assert "model.layers.3.self_attn.q_proj.weight (1 +Inf of 1,024 elements)" in text
-        assert "No patch is known for this; look at the checkpoint" in text
+        assert "No patch is known for this; check the checkpoint" in text
         shown = trace(tmp_path / "nan", "--json", code=1).figures
         assert shown["findings"][0]["symptom"] == "bad-weight"
         assert shown["checkpoint"]["nonfinite"]["model.layers.1.mlp.up_proj.weight"] == "3 NaN of 1,536 elements"
@@ -272,7 +272,10 @@ class TestCheckpoints:
         ("how", "says"),
         [
             (lambda d: [f.unlink() for f in d.iterdir() if f.name != "config.json"], "a config without weights"),
-            (lambda d: (d / "model.safetensors").rename(d / "other.safetensors"), "it holds other.safetensors"),
+            (
+                lambda d: (d / "model.safetensors").rename(d / "other.safetensors"),
+                "holds other.safetensors but no model.safetensors",
+            ),
             (lambda d: (d / "model.safetensors").write_bytes(b"\0" * 100), "SafetensorError"),
             (lambda d: (d / "model.safetensors").write_bytes(b""), "SafetensorError"),
             (lambda d: os.truncate(d / "model.safetensors", 9000), "SafetensorError"),
@@ -344,7 +347,7 @@ def test_bad_options(healthy: Path, bad: Any, words: list[str], says: str) -> No
 def test_bad_texts(healthy: Path, bad: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"ok \xff")
-    assert "the text has no token" in bad(healthy, "--text", tmp_path / "empty")
+    assert "its tokenizer makes no token of the text" in bad(healthy, "--text", tmp_path / "empty")
     assert "not UTF-8 at byte 3" in bad(healthy, "--text", tmp_path / "binary")
 
 

@@ -1,26 +1,27 @@
-"""The black box of a training: on an event of the guard, a bundle on disk that says what went wrong, to be replayed.
+"""The black box of a training run: on a skip or a stop, the guard writes a bundle that can be replayed.
 
     box.py        BlackBox, the settings; Recording, which follows the calls of one guarded model
-    kept.py       one call of the model, kept by reference, and the model as it was for it
-    rerun.py      such a call made again under a trace; which micro-batch of a window is to blame
+    kept.py       one call of the model, kept by reference, and the state of the model for that call
+    rerun.py      runs such a call again under a trace; finds the micro-batch at fault in a window
     packing.py    arguments of a call <-> named tensors and JSON
-    folder.py     bundles in a directory: written whole or not at all, bounded in number and size
-    bundle.py     a bundle read and checked; `hfpatch replay`
+    account.py    the contents of `bundle.json`
+    folder.py     bundles in a directory: written atomically, limited in number and size
+    bundle.py     reads and checks a bundle, for `hfpatch replay`
 
-On the way nothing is copied: a hook keeps references to the arguments of the calls of a window of micro-batches, and
-the state of the random numbers; they are dropped when the window was good. A skipped batch left the weights as they
-were, so that running it again at the spot is exact. Gradients of that run go to leaves that take the parameters' place
-while it lasts: no gradient of the training, no optimizer in a gradient hook and no reducer of DDP sees it.
+During training no tensor is copied: a hook keeps references to the arguments of the calls in a window of micro-batches,
+and the random state; they are dropped if the window is good. A skipped batch leaves the weights unchanged, so running
+it again at once is exact. In that run, leaves that share the parameters' memory take their place: the training's
+gradients, an optimizer in a gradient hook and the reducer of DDP do not see its gradients.
 
-What does not hold: a loop that computes its loss outside the model is replayed forward only; a model sharded over
-ranks, or one whose layers talk to other ranks, is not replayed; one compiled in place (`model.compile()`) shows no
-batch. The bundle says so. An ordinary overflow of the loss scale is no event.
+Limits: if the loss is computed outside the model, only the forward pass is replayed; a model sharded over ranks, or one
+whose layers communicate with other ranks, is not replayed; of a model compiled in place (`model.compile()`) no call is
+seen. The bundle says so. Ordinary overflows of the loss scale are not recorded.
 
-Each rank judges its own micro-batches and writes a bundle if something is wrong in them; rank 0 always does.
+Each rank checks its own micro-batches and writes a bundle if one is bad; rank 0 always writes one.
 
 A bundle is a directory, `step-00001234-rank0/`:
 
-    bundle.json          everything plain, with a digest of itself and of the other file
+    bundle.json          plain values, with a digest of themselves and of the other file
     batch.safetensors    the tensors among the arguments; missing with `keep_batch=False`
 """
 

@@ -1,4 +1,4 @@
-"""What `bundle.json` holds: an event told in plain values."""
+"""The contents of `bundle.json`: an event in plain values."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from hfpatch.tracing.tensors import is_sharded
 
 PACKAGES = ("hfpatch", "torch", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes")
 SAMPLED = 64
-"""Elements of each parameter that its model's fingerprint is made from."""
+"""Elements of each parameter in the model's fingerprint, at least (if it has as many)."""
 
 
 def account(
     model: nn.Module, event: Event, found: Rerun, call: Kept | None, replayed: dict[str, Any], *, rank: int, world: int
 ) -> dict[str, Any]:
-    """An event in plain values, strict JSON; without the batch.
+    """Return an event as plain values for strict JSON, without the batch.
 
     Args:
-        model: Unwrapped.
-        event: What happened.
-        found: What the call did when it was made again.
-        call: The call; None if none was seen.
-        replayed: Which micro-batch it is of, and the losses of all.
-        rank: Of this process.
-        world: Ranks there are.
+        model: The model, unwrapped.
+        event: The event.
+        found: The result of running the call again.
+        call: The call; None if no call was seen.
+        replayed: Index of its micro-batch, and the losses of all micro-batches.
+        rank: The rank of this process.
+        world: The number of ranks.
     """
     facts = event.facts
     return plain(
@@ -67,7 +67,7 @@ def account(
 
 def _replay(event: Event, found: Rerun, compiled: tuple[str, ...]) -> dict[str, Any]:
     doubts = [
-        *(["the weights were changed after the batch"] if event.moved else []),
+        *(["the weights were changed after the batch"] if event.stepped else []),
         *(["the model is compiled, and was run uncompiled"] if compiled else []),
     ]
     return {
@@ -86,7 +86,7 @@ def _says(facts: Facts, found: Rerun) -> str:
     says = found.says(facts.step, facts.scale or 1.0)
     broke = facts.reason in (Reason.LOSS, Reason.GRADIENTS, Reason.COLLAPSED)
     if broke and not found.bad and found.obstacle is None and found.loss is not None:
-        says += "; what broke lies outside the model, on another rank, or in something that changed since"
+        says += "; the cause is outside the model, on another rank, or in something that has changed since"
     return says
 
 
@@ -115,22 +115,24 @@ def _model(model: nn.Module) -> dict[str, Any]:
 
 
 def dtype(model: nn.Module) -> str:
-    """The floating dtype that most of a model's weights have: adapters and norms may have another."""
+    """Return the floating-point dtype that most of a model's weights have: adapters and norms may have another."""
     return dtype_name(weights_dtype(model) or torch.float32)
 
 
 def fingerprint(model: nn.Module) -> str | None:
-    """A digest of some elements of every parameter, bit for bit: it tells whether two models hold the same weights.
+    """Return a digest of some elements of every parameter, by which two models' weights can be compared.
 
     Returns:
-        None if the parameters are sharded over ranks.
+        The digest in hexadecimal; None if a parameter is sharded over ranks or on meta.
     """
     seen = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if is_sharded(parameter) or parameter.device.type == "meta":
             return None
         seen.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        if type(parameter) is nn.Parameter and parameter.layout == torch.strided:  # quantised kinds are told by shape
+        if (
+            type(parameter) is nn.Parameter and parameter.layout == torch.strided
+        ):  # of quantised ones only the shape counts
             flat = parameter.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().view(torch.uint8)
             seen.update(some.cpu().numpy().tobytes())
@@ -138,7 +140,7 @@ def fingerprint(model: nn.Module) -> str | None:
 
 
 def software() -> dict[str, str | None]:
-    """Versions of what is installed, by name."""
+    """Return the versions of the installed packages, Python, CUDA and the GPU's name; None if absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

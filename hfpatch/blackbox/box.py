@@ -1,4 +1,4 @@
-"""BlackBox: keeps what a guarded training needs to say, afterwards, which batch went wrong and in which operation."""
+"""BlackBox: records which batch of a guarded training run went wrong, and in which operation."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ from hfpatch.guarding.outcome import Reason
 from hfpatch.guarding.recorder import Event
 from hfpatch.model.wrapping import unwrap
 from hfpatch.report import say
-from hfpatch.tracing.drill import FAILURES
+from hfpatch.tracing.rerun_block import FAILURES
 
 CALLS = 1024
-"""Calls of a window that are kept at most; a loop that never steps would keep them for ever."""
+"""Maximum number of calls kept in a window; without it, a loop that never steps would keep all."""
 
 
 @dataclass(frozen=True)
 class BlackBox:
-    """Where a guard writes what it skipped, and how much of it.
+    """Where a guard writes bundles of skipped batches, and how many.
 
         box = hfpatch.BlackBox("runs/box")
         guard = hfpatch.Guard(model, optimizer, black_box=box)      # or GuardCallback(black_box=box)
 
-    On a skipped batch, and when a run is stopped, the batch is run again at the spot under `hfpatch.trace`, and a
-    bundle is written: the batch, the states of the random numbers, what the tracer found, the last losses and norms,
-    the scaler, versions and patches. `hfpatch replay BUNDLE --model DIR` reproduces the finding. A directory that
-    cannot be written to costs one line on stderr, never the training.
+    When a batch is skipped or the run is stopped, the batch is run again at once under `hfpatch.trace`, and a bundle is
+    written: the batch, the random state, the finding, the last losses and norms, the state of the scaler, versions and
+    patches. `hfpatch replay BUNDLE --model DIR` reproduces the finding. If the directory cannot be written to, one line
+    on stderr says so and training continues.
 
     Args:
-        directory: Of the bundles; made when it is needed.
-        keep_batch: Write the batch into the bundle. False for private data: names, dtypes and shapes stay.
-        max_bundles: Bundles that stay, per rank: the first of this run and the newest. Each reason is written down so
-            often in a run, and when the run stops.
-        max_bytes: How large they may be together, per rank; a batch that does not fit is left out.
+        directory: Directory of the bundles; made if it is missing.
+        keep_batch: Write the batch into the bundle. With False, for private data, only names, types, dtypes and shapes
+            are written.
+        max_bundles: Number of bundles that stay, per rank: the first of this run and the newest. Also the number of
+            bundles written in a run for each reason of a skip; a stop is always written.
+        max_bytes: Size of all bundles together, per rank; a batch that does not fit is left out.
 
     Raises:
-        InputError: A bound that is no bound.
+        InputError: An argument is not of its kind, or a limit is not a positive integer.
     """
 
     directory: str | Path
@@ -66,10 +67,10 @@ class BlackBox:
         want("black box", directory=(self.directory, PATH), keep_batch=(self.keep_batch, FLAG))
         for name, value in (("max_bundles", self.max_bundles), ("max_bytes", self.max_bytes)):
             if type(value) is not int or value < 1:
-                raise InputError(f"black box: {name}={shown(value)}; want a whole number above 0")
+                raise InputError(f"black box: want a positive integer as {name}=, got {shown(value)}")
 
     def attach(self, model: nn.Module) -> Recording:
-        """Follow the calls of a model; guards do this."""
+        """Follow the calls of a model; a guard calls this."""
         return Recording(self, model)
 
 
@@ -78,7 +79,7 @@ class Recording:
 
     Args:
         box: The settings.
-        model: As it is trained, wrapped.
+        model: The model as it is trained, with its wrappers.
     """
 
     def __init__(self, box: BlackBox, model: nn.Module) -> None:
@@ -93,7 +94,7 @@ class Recording:
         self._counts: Counter[Reason | None] = Counter()
         self._first: Path | None = None
         self._warned = False
-        # what DDP calls is called on every path; of a compiled model only the wrapper runs hooks uncompiled
+        # DDP calls its inner module on every path; of a compiled model only the wrapper runs hooks uncompiled
         watched = unwrap(model, ("DDP",))
         self._handle = hooks.before(watched, _Capture(self), with_kwargs=True)
         try:
@@ -102,33 +103,33 @@ class Recording:
             self._warn(error)
 
     def detach(self) -> None:
-        """Take the hook off, and let go of what was kept."""
+        """Remove the hook, and release the kept calls."""
         self._handle.remove()
         self._calls.clear()
         self._window.clear()
 
     def called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is about to be called."""
+        """Keep a call that is about to be made."""
         capturing = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
         if not self._busy and not capturing and torch.is_grad_enabled():
             self._calls.append(keep(model, args, kwargs, self._gpus))
 
-    def noted(self, loss: torch.Tensor) -> None:
-        """A micro-batch ended."""
+    def end_micro_batch(self, loss: torch.Tensor) -> None:
+        """End a micro-batch with this loss; its calls are those since the last one."""
         self._window.append(MicroBatch(tuple(self._calls), loss.detach()))
         self._calls.clear()
 
-    def window(self) -> tuple[MicroBatch, ...]:
-        """What was kept of the window that ends here."""
+    def end_window(self) -> tuple[MicroBatch, ...]:
+        """End the window, and return its micro-batches."""
         kept = tuple(self._window)
         self._window.clear()
         return kept
 
     def record(self, window: tuple[MicroBatch, ...], event: Event) -> tuple[str, ...]:
-        """Look for what went wrong and write it down."""
+        """Find what went wrong, write a bundle, and return the lines to report."""
         try:
             return self._recorded(window, event)
-        except (*FAILURES, HfpatchError, SafetensorError) as error:  # odd tensors: no reason to stop a training
+        except (*FAILURES, HfpatchError, SafetensorError) as error:  # unusual tensors must not stop the training
             return (f"black box: step {event.facts.step} was not recorded: {type(error).__name__}: {error}",)
 
     def _recorded(self, window: tuple[MicroBatch, ...], event: Event) -> tuple[str, ...]:
@@ -162,7 +163,7 @@ class Recording:
     def _again(
         self, window: Sequence[MicroBatch], losses: list[float], event: Event
     ) -> tuple[int | None, Kept | None, Rerun]:
-        """The micro-batch and the call to blame, and what it did when it was made again."""
+        """Return index and call of the micro-batch at fault, and the result of running the call again."""
         if not any(batch.calls for batch in window):
             return None, None, Rerun(obstacle="no call of the model was seen with gradients on (compiled in place?)")
         facts = event.facts
@@ -187,9 +188,9 @@ class Recording:
         return place if place.exists() else self._first
 
     def _pack(self, about: dict[str, Any], call: Kept | None) -> bytes | None:
-        """The tensors of a call as safetensors; what of it is described, or why it is not, goes into `about`."""
+        """Return the tensors of a call as safetensors; their description, or why they are left out, goes to `about`."""
         if call is None or call.overwritten:
-            about["batch"] = {"left_out": "no call was seen" if call is None else "it was overwritten in place since"}
+            about["batch"] = {"left_out": "no call was seen" if call is None else "it was overwritten in place"}
             return None
         tensors: dict[str, torch.Tensor] = {}
         described = {"args": pack(call.args, "args", tensors), "kwargs": pack(call.kwargs, "kwargs", tensors)}
@@ -210,12 +211,12 @@ class Recording:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            why = f"cannot be written to ({error.strerror}); training goes on without bundles"
+            why = f"cannot be written to ({error.strerror}); training continues without bundles"
             say([f"black box: {self.directory} {why}"])
 
 
 class _Capture:
-    """The hook. It holds its recording weakly, and copies of the model are not followed."""
+    """The hook. It holds its recording by a weak reference, and its copy on a copied model does nothing."""
 
     def __init__(self, recording: Recording | None) -> None:
         self.recording = weakref.ref(recording) if recording is not None else None
@@ -236,7 +237,7 @@ def _told(model: nn.Module, about: dict[str, Any], found: Rerun, place: Path | N
     if found.finding is not None:
         lines += advice(found.finding, model)
     if place is None:
-        return [*lines, "next: make room, or name another directory, for the bundles that could not be written"]
+        return [*lines, "next: free disk space, or name another directory: the bundle could not be written"]
     again = f"hfpatch replay {place} --model DIR"
     return [*lines, f"next: {again}"] if stopped else [f"{lines[0]}; {again}", *(f"black box: {a}" for a in lines[1:])]
 

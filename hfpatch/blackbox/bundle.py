@@ -1,4 +1,4 @@
-"""A bundle, read and checked: JSON and safetensors only, nothing of it is run."""
+"""Reads and checks a bundle: JSON and safetensors only; no code in it is run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import unwrap
 
 LARGEST = 64 * 2**20
-"""Bytes of a bundle.json that are read; ours have some ten thousand."""
+"""Largest bundle.json that is read, in bytes; a usual one has some ten thousand."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What a description that is none raises."""
+"""Exceptions from reading a malformed bundle."""
 IDENTITY = ("phase", "module", "operation", "symptom")
-"""What makes two findings the same."""
+"""Keys in which two findings agree if they are the same."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a black box wrote down.
+    """A bundle that a black box wrote.
 
     Attributes:
-        path: Where it is.
-        about: `bundle.json`, whose digest was checked.
-        tensors: Of the batch, by name, on the CPU; empty where none was kept.
+        path: Its directory.
+        about: The contents of `bundle.json`, whose digest was checked.
+        tensors: The tensors of the batch, by name, on the CPU; empty if the batch was left out.
     """
 
     path: Path
@@ -58,39 +58,39 @@ class Bundle:
 
     @property
     def event(self) -> str:
-        """What happened, in words."""
+        """The event in a sentence."""
         return str(self.about["event"]["says"])
 
     @property
     def says(self) -> str:
-        """What came of the replay at the spot, in words."""
+        """The result of the run at training time, in a sentence."""
         return str(self.about["replay"]["says"])
 
     @property
     def finding(self) -> dict[str, Any] | None:
-        """What the tracer found at the spot (`Finding.to_dict`); None if nothing."""
+        """The finding at training time (`Finding.to_dict`); None if there was none."""
         return self.about["replay"]["finding"]
 
     def reproduced(self, found: Rerun) -> bool:
-        """Whether a replay came to the finding of this bundle: phase, module, operation and symptom."""
+        """True if a replay has the finding of this bundle: the same phase, module, operation and symptom."""
         if self.finding is None or found.finding is None:
             return False
         again = found.finding.to_dict()
         return all(self.finding[key] == again[key] for key in IDENTITY)
 
     def call(self, device: torch.device) -> Kept:
-        """The call of the model, its tensors on a device.
+        """Return the call of the model, with its tensors on a device.
 
         Raises:
-            InputError: The bundle holds no batch, or not all of it.
+            InputError: The bundle holds no batch, or not all arguments, or is malformed.
         """
         call = self.about["call"]
         if call is None or "sha256" not in self.about["batch"]:
-            raise InputError(f"{self.path} holds no batch to run: {self.about['batch']['left_out']}")
+            raise InputError(f"{self.path} holds no batch, so it cannot be replayed: {self.about['batch']['left_out']}")
         try:
             args, kwargs = (unpack(self.about["arguments"][n], self.tensors, device, n) for n in ("args", "kwargs"))
             autocast = {name: DTYPES[dtype] for name, dtype in call["autocast"].items()}
-            if autocast and device.type not in autocast:  # replayed on another kind of device: the same dtype there
+            if autocast and device.type not in autocast:  # on another type of device: the same dtype there
                 autocast = {device.type: next(iter(autocast.values()))}
             return Kept(
                 args,
@@ -107,13 +107,13 @@ class Bundle:
             raise _malformed(self.path, error) from error
 
     def replay(self, model: object) -> Rerun:
-        """Make the call again with a model of the same kind, under a trace; the model stays as it is.
+        """Run the call again on a model of the same class, under a trace; the model is not changed.
 
         Args:
-            model: Loaded, on its device, with the patches it had.
+            model: The loaded model, on its device, with the patches of the bundle applied.
 
         Raises:
-            InputError: The bundle holds no batch, or not all of it.
+            InputError: The bundle holds no batch, or not all arguments, or is malformed.
             NotAModelError: `model` holds no torch module.
         """
         root = unwrap(root_module(model), RUN_AGAIN)
@@ -136,7 +136,7 @@ def read(path: str | Path) -> Bundle:
         path: Its directory.
 
     Raises:
-        InputError: There is none, it is of another format, or it is not as it was written.
+        InputError: There is no bundle, it has another format, or it was changed since it was written.
     """
     place = Path(path)
     about = _about(place)
@@ -145,12 +145,12 @@ def read(path: str | Path) -> Bundle:
         software: Any = about.get("software")
         writer = software.get("hfpatch") if isinstance(software, dict) else None
         raise InputError(
-            f"{place} has format {format_!r}, written by hfpatch {writer or 'of an unknown version'}; this one reads "
-            f"format {folder.FORMAT}: replay it with the version that wrote it"
+            f"{place} has format {format_!r}, written by hfpatch {writer or 'of an unknown version'}; this version "
+            f"reads format {folder.FORMAT}: replay it with the version that wrote it"
         )
     written = about.pop("sha256", None)
     if folder.digest(about) != written:
-        raise InputError(f"{place / folder.ABOUT} is not as it was written: its digest differs; take another bundle")
+        raise InputError(f"{place / folder.ABOUT} was changed after it was written: its digest differs; use another")
     try:
         _check(about)
     except MALFORMED as error:
@@ -164,23 +164,23 @@ def _about(place: Path) -> dict[str, Any]:
         raise InputError(f"{place}: no such directory; name a bundle, such as runs/box/step-00001234-rank0")
     try:
         if file.stat().st_size > LARGEST:
-            raise InputError(f"{file} has {file.stat().st_size:,} bytes, which no black box writes")
+            raise InputError(f"{file} has {file.stat().st_size:,} bytes, too many for a bundle; name another bundle")
         about: Any = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         within = sorted(p.name for p in place.iterdir() if folder.NAME.fullmatch(p.name))
-        hint = f"; it holds bundles, name one: {', '.join(within[:3])}" if within else ""
-        raise InputError(f"{place} is no bundle: it holds no {folder.ABOUT}{hint}") from error
+        hint = f"name a bundle in it, such as {', '.join(within[:3])}" if within else "name another directory"
+        raise InputError(f"{place} is not a bundle: it holds no {folder.ABOUT}; {hint}") from error
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no JSON ({error}): it was truncated or changed; take another bundle") from error
+        raise InputError(f"{file} is not JSON ({error}): it was truncated or changed; use another bundle") from error
     if not isinstance(about, dict):
-        raise InputError(f"{file} is not what a black box writes: a {type(about).__name__}, want an object")
+        raise InputError(f"{file} is not from a black box: want a JSON object, got {type(about).__name__}")
     return about
 
 
 def _check(about: dict[str, Any]) -> None:
-    """Touch what is read without care elsewhere."""
+    """Raise if a key that is read later is missing or has a value of the wrong type."""
     replay, event, model = about["replay"], about["event"], about["model"]
     finding = replay["finding"]
     wanted = (
@@ -202,12 +202,12 @@ def _check(about: dict[str, Any]) -> None:
     )
     for value, kind in wanted:
         if not isinstance(value, kind):
-            raise TypeError(f"{value!r:.60} has an odd type")
+            raise TypeError(f"{value!r:.60} has the wrong type")
     kept = "sha256" in about["batch"]
     if kept and about["call"] is None:
-        raise TypeError("a batch of no call")
+        raise TypeError("there is a batch but no call")
     if not isinstance(about["batch"]["bytes" if kept else "left_out"], int if kept else str):
-        raise TypeError("batch says neither what it is nor why it was left out")
+        raise TypeError("batch gives neither its size nor why it was left out")
 
 
 def _batch(place: Path, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -217,17 +217,17 @@ def _batch(place: Path, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     try:
         held = file.stat().st_size
         if held != batch["bytes"]:
-            raise InputError(f"{file} has {held:,} bytes, {batch['bytes']:,} were written; take another bundle")
+            raise InputError(f"{file} has {held:,} bytes, but {batch['bytes']:,} were written; use another bundle")
         data = file.read_bytes()
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}; take another bundle") from error
+        raise InputError(f"{file} cannot be read: {error.strerror}; use another bundle") from error
     if folder.sha256(data) != batch["sha256"]:
-        raise InputError(f"{file} is not as it was written: its digest differs; take another bundle")
+        raise InputError(f"{file} was changed after it was written: its digest differs; use another bundle")
     try:
         return load(data)
     except SafetensorError as error:
-        raise InputError(f"{file} is no safetensors file: {error}") from error
+        raise InputError(f"{file} is not a safetensors file: {error}") from error
 
 
 def _malformed(place: Path, error: Exception) -> InputError:
-    return InputError(f"{place} is not what a black box writes: {type(error).__name__}: {error}")
+    return InputError(f"{place} is malformed ({type(error).__name__}: {error}); use another bundle")

@@ -1,8 +1,8 @@
-"""Bundles in a directory: written whole or not at all, bounded in number and size.
+"""Bundles in a directory: written atomically, limited in number and size.
 
-A bundle is written in a hidden directory beside its place, synced to disk and moved there in one step. What a killed
-process left half-written is hidden, and removed by a later writer once it is old. Only bundles that this version can
-read, of the writer's own rank, count and are removed; whatever else lies in the directory is left alone.
+A bundle is written to a hidden directory beside its final place, synced to disk and renamed. A half-written one of a
+killed process stays hidden, and a later writer removes it once it is old. Only bundles of this format and of the
+writer's own rank are counted and removed; other files and directories are left alone.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ BATCH = "batch.safetensors"
 ABOUT = "bundle.json"
 HIDDEN = ".hfpatch-"
 ABANDONED = 600.0
-"""Seconds after which a hidden directory is no longer being written: it takes a few."""
+"""Age in seconds after which a hidden directory counts as abandoned: writing one takes a few."""
 NAME = re.compile(r"step-(\d{8,})-rank(\d+)(?:-\d+)?")
 
 
 def stem(step: int) -> str:
-    """Name of a step's bundles, up to the rank."""
+    """Return the name of a step's bundles, up to the rank."""
     return f"step-{step:08}-rank"
 
 
 def write(directory: Path, name: str, about: Mapping[str, Any], batch: bytes | None) -> Path:
-    """Write a bundle; nothing is written over.
+    """Write a bundle; existing bundles are not overwritten.
 
     Args:
-        directory: Made if it is missing.
-        name: Of the bundle; a number is added where there is one of that name.
-        about: What `bundle.json` holds, plain values; its digest is added.
-        batch: What `batch.safetensors` holds; None for no such file.
+        directory: Directory of the bundles; made if it is missing.
+        name: Name of the bundle; a number is added if the name is taken.
+        about: The contents of `bundle.json`, plain values; their digest is added.
+        batch: The contents of `batch.safetensors`; None for no such file.
 
     Returns:
-        Where it is.
+        The directory of the bundle.
 
     Raises:
-        OSError: It cannot be written; the directory is as it was.
+        OSError: The bundle cannot be written; no part of it is left.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _clear_abandoned(directory)
@@ -66,27 +66,27 @@ def write(directory: Path, name: str, about: Mapping[str, Any], batch: bytes | N
 
 
 def digest(about: Mapping[str, Any]) -> str:
-    """SHA-256 of plain values, whatever their order and layout in a file."""
+    """Return the SHA-256 of plain values in hexadecimal, independent of key order and layout."""
     return sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode())
 
 
 def sha256(data: bytes) -> str:
-    """SHA-256 in hexadecimal."""
+    """Return the SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def bound(directory: Path, rank: int, keep: Path | None, max_bundles: int, max_bytes: int) -> None:
-    """Remove the oldest bundles of a rank until the others are within the bounds.
+    """Remove the oldest bundles of a rank until the others are within the limits.
 
     Args:
-        directory: Where they are.
-        rank: Whose.
-        keep: One that stays, whatever its age.
-        max_bundles: How many stay.
-        max_bytes: How large they may be together.
+        directory: Directory of the bundles.
+        rank: The rank.
+        keep: A bundle that is never removed.
+        max_bundles: Maximum number of bundles.
+        max_bytes: Maximum size of all bundles together.
 
     Raises:
-        OSError: One cannot be removed.
+        OSError: A bundle cannot be removed.
     """
     held = sorted((path.stat().st_mtime_ns, path.name, size(path), path) for path in _bundles(directory, rank))
     count, total = len(held), sum(entry[2] for entry in held)
@@ -96,13 +96,13 @@ def bound(directory: Path, rank: int, keep: Path | None, max_bundles: int, max_b
         if path == keep:
             continue
         hidden = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=directory))
-        path.rename(hidden / path.name)  # gone in one step: a bundle is never seen in part
+        path.rename(hidden / path.name)  # a rename is atomic: readers never see half a bundle
         shutil.rmtree(hidden)
         count, total = count - 1, total - bytes_
 
 
 def size(path: Path) -> int:
-    """Bytes in a bundle; 0 if it is gone."""
+    """Return the bytes in a bundle; 0 if it is gone."""
     return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else 0
 
 
@@ -120,7 +120,7 @@ def _format(path: Path) -> Any:
 
 
 def _move(temporary: Path, place: Path) -> Path:
-    """Move a directory to a place that is free: to rename one onto another fails unless that is empty."""
+    """Move a directory to the first free name: a rename onto a directory fails unless that is empty."""
     number = 1
     while True:
         free = place if number == 1 else place.with_name(f"{place.name}-{number}")
@@ -143,7 +143,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def _sync(directory: Path) -> None:
-    if os.name == "nt":  # Windows opens no directories
+    if os.name == "nt":  # Windows cannot open directories
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -157,7 +157,7 @@ def _clear_abandoned(directory: Path) -> None:
         try:
             old = time.time() - path.stat().st_mtime > ABANDONED
         except FileNotFoundError:
-            continue  # another writer was quicker
+            continue  # another writer removed it
         if old:
             shutil.rmtree(path, ignore_errors=True)
 

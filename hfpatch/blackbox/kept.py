@@ -1,6 +1,6 @@
-"""One call of a model, kept by reference, and the model as it was for that call.
+"""One call of a model, kept by reference, and the state of the model for that call.
 
-Keeping costs a walk over the arguments and the state of the random numbers: no copy of a tensor, no wait for a device.
+Keeping a call copies no argument tensor: it costs a walk over the arguments, and copies of the random states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hfpatch.tracing.tensors import DEPTH
 
 @dataclass(frozen=True)
 class Random:
-    """States of the generators that a model may draw from: torch's (the GPUs by number), Python's and NumPy's."""
+    """States of the generators that a model may draw from: torch's (GPUs by index), Python's and NumPy's."""
 
     cpu: torch.Tensor
     cuda: dict[int, torch.Tensor]
@@ -34,17 +34,17 @@ class Random:
 
     @classmethod
     def now(cls, gpus: tuple[int, ...]) -> Random:
-        """As they are.
+        """Return the current states.
 
         Args:
-            gpus: Those the model is on.
+            gpus: Indices of the GPUs that the model is on.
         """
         # NumPy's legacy generator is the one that models draw from (SpecAugment)
         cuda = {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
         return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """Put them back; a GPU that is not here is passed over."""
+        """Set the generators to these states; a GPU that does not exist here is ignored."""
         torch.set_rng_state(self.cpu)
         for gpu, state in self.cuda.items():
             if gpu < torch.cuda.device_count():
@@ -53,7 +53,7 @@ class Random:
         np.random.set_state(self.numpy)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return plain values for JSON."""
         kind, keys, *rest = self.numpy
         return {
             "cpu": _text(self.cpu),
@@ -64,7 +64,7 @@ class Random:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Random:
-        """What `to_dict` gave."""
+        """Return the states of a dict that `to_dict` made."""
         kind, keys, *rest = saved["numpy"]
         return cls(
             _state(saved["cpu"]),
@@ -79,12 +79,12 @@ class Kept:
     """A call of the model.
 
     Attributes:
-        args, kwargs: As its forward got them.
-        random: Before the call.
-        autocast: dtype by device type, where it was on around the call.
-        training: Whether the model was in training mode.
-        versions: Tensors among the arguments, with how often each had been written to.
-        otherwise: Paths of modules that are in the other mode, where the model is not in its mode already.
+        args, kwargs: The arguments of its forward.
+        random: Random states before the call.
+        autocast: Autocast dtype by device type, where it was on around the call.
+        training: True if the model was in training mode.
+        versions: Tensors among the arguments, with how often each had been written to in place.
+        otherwise: Paths of modules that were in the opposite mode; set only for calls from a bundle.
     """
 
     args: tuple[Any, ...]
@@ -97,22 +97,22 @@ class Kept:
 
     @property
     def overwritten(self) -> bool:
-        """Whether an argument was written to since."""
+        """True if an argument was written to in place since the call."""
         return any(version(tensor) != then for tensor, then in self.versions)
 
 
 def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpus: tuple[int, ...]) -> Kept:
-    """Keep a call that is about to be made."""
+    """Return a call that is about to be made, with the current random and autocast states."""
     versions = tuple((t, version(t)) for t in _tensors((args, kwargs), DEPTH))
     return Kept(args, dict(kwargs), Random.now(gpus), autocast_now(), model.training, versions)
 
 
 @contextmanager
 def as_it_was(model: nn.Module, call: Kept) -> Generator[None]:
-    """Random numbers, autocast, gradients and mode as they were for a call; afterwards everything is as before.
+    """Restore random states, autocast and training mode of a call, with gradients on; undo that on exit.
 
-    Inside, each parameter that trains is a leaf of its own, which shares its memory. Buffers that the model writes are
-    put back.
+    Inside, each parameter that requires a gradient is replaced by a new leaf that shares its memory. On exit,
+    parameters, gradients and buffers are as they were on entry.
     """
     gpus = tuple(call.random.cuda)
     now = Random.now(tuple(gpu for gpu in gpus if gpu < torch.cuda.device_count()))
@@ -164,7 +164,7 @@ def _leaves(model: nn.Module) -> Generator[None]:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(parameter.detach())
         for parameter, _ in grads:
-            parameter.grad = None  # a module may hold it elsewhere, too (an LSTM does)
+            parameter.grad = None  # a module may also hold it elsewhere (an LSTM does)
         for module, name, parameter in places:
             parameters(module)[name] = made[id(parameter)]
         yield

@@ -1,11 +1,13 @@
-"""Arguments of a call <-> tensors by name, and a description of the rest that JSON can hold.
+"""Arguments of a call <-> tensors by name, and a description of the rest for JSON.
 
-Each value becomes `{"is": kind, "of": what}`:
+Each value becomes `{"is": kind, "of": content}`:
 
-    tensor      its name among the tensors; beside it `dtype`, `shape`, `grad`
-    value       null, true, 3, "text"; a float as its exact hexadecimal (`float`), a torch.dtype by its name (`dtype`)
-    list, tuple, dict    of such
-    absent      the type of what a bundle does not hold: objects, sparse and quantised tensors, deep nesting
+    tensor      its name among the tensors, with `dtype`, `shape` and `grad`
+    value       null, true, 3, "text"
+    float       its exact hexadecimal text
+    dtype       the name of a torch.dtype
+    list, tuple, dict    described values
+    absent      the type of a value that a bundle does not hold: objects, sparse and quantised tensors, deep nesting
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = DEPTH) -> Described:
-    """Describe a value; its tensors are added to `tensors`, as they are."""
+    """Return the description of a value, and add its tensors to `tensors`, without a copy."""
     if isinstance(value, torch.Tensor):
         return _tensor(value, name, tensors)
     if value is None or type(value) in (bool, int, str):
@@ -51,11 +53,11 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = D
 
 
 def unpack(described: Any, tensors: Mapping[str, torch.Tensor], device: torch.device, name: str) -> Any:
-    """The value that was described, its tensors on a device.
+    """Return the value of a description, with its tensors on a device.
 
     Raises:
-        InputError: It held something that a bundle does not hold.
-        LookupError, TypeError, ValueError: The description is not one.
+        InputError: The value was one that a bundle does not hold.
+        LookupError, TypeError, ValueError: The description is malformed.
     """
     kind, held = described["is"], described["of"]
     if kind == "tensor":
@@ -73,12 +75,15 @@ def unpack(described: Any, tensors: Mapping[str, torch.Tensor], device: torch.de
     if kind == "dict":
         return {str(key): unpack(part, tensors, device, f"{name}.{key}") for key, part in held.items()}
     if kind == "absent":
-        raise InputError(f"the call was given {name}, a {held}, which a bundle does not hold, so it cannot be replayed")
+        raise InputError(
+            f"the call cannot be replayed: its argument {name} was a {held}, which a bundle does not hold; call the "
+            "model yourself under hfpatch.trace(model)"
+        )
     raise ValueError(f"{name} is described as {kind!r}")
 
 
 def without_values(described: Described) -> Described:
-    """A description without what was in it: names, types, dtypes and shapes stay."""
+    """Return a description without values: names, types, dtypes and shapes stay."""
     kind, held = described["is"], described["of"]
     if kind in ("list", "tuple"):
         return {**described, "of": [without_values(part) for part in held]}
@@ -88,7 +93,7 @@ def without_values(described: Described) -> Described:
 
 
 def plain(value: Any) -> Any:
-    """Figures as strict JSON can hold them: what is not finite becomes its name."""
+    """Return a value for strict JSON: NaN and infinities become strings, tuples become lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -102,7 +107,7 @@ def _tensor(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -
     held = type(tensor) in (torch.Tensor, torch.nn.Parameter) and dtype_name(tensor.dtype) in DTYPES
     if not held or tensor.layout != torch.strided or tensor.device.type == "meta":
         return {"is": "absent", "of": f"{type(tensor).__name__} of {dtype_name(tensor.dtype)}"}
-    if name in tensors:  # a key with a dot in it
+    if name in tensors:  # a key with a dot in it can give the same name
         name = f"{name} ({len(tensors)})"
     tensors[name] = tensor
     return {

@@ -1,4 +1,4 @@
-"""A call made again under a trace; and which call of a window is to blame."""
+"""Runs a kept call again under a trace, and finds the micro-batch at fault in a window."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hfpatch.guarding.gradient_norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
 from hfpatch.model.wrapping import PARALLEL
 from hfpatch.tracing.calls import autocast_now
-from hfpatch.tracing.drill import FAILURES, first_line, leaves
 from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.rerun_block import FAILURES, first_line, leaves
 from hfpatch.tracing.tensors import is_sharded
 
 RUN_AGAIN = (*PARALLEL, "torch.compile")
@@ -29,7 +29,7 @@ RUN_AGAIN = (*PARALLEL, "torch.compile")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The calls of the model before one backward pass, and the loss of that pass, on its device."""
+    """The calls of the model before one backward pass, and the loss of that pass, 0-dim, on its device."""
 
     calls: tuple[Kept, ...]
     loss: torch.Tensor
@@ -37,15 +37,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Rerun:
-    """What a call did when it was made again.
+    """The result of running a call again.
 
     Attributes:
-        finding: The first thing that went wrong; None if nothing did, or it was not looked for.
+        finding: The first fault; None if there was none, or the run was not traced.
         loss: The loss in the model's output; None if there is none.
-        factor: What it was multiplied by before backward; None if there was no backward pass.
-        norm: Norm of the gradients it left, not unscaled; None without a backward pass.
-        autocast: dtype by device type, as it was inside the model.
-        obstacle: Why it could not be made again, in words; None if it could.
+        factor: Factor on the loss before backward; None without a backward pass.
+        norm: Norm of the gradients, not unscaled; None without a backward pass.
+        autocast: Autocast dtype by device type, inside the model.
+        obstacle: Why the call could not be run again; None if it could.
     """
 
     finding: Finding | None = None
@@ -57,16 +57,16 @@ class Rerun:
 
     @property
     def bad(self) -> bool:
-        """Whether something went wrong in it."""
+        """True if there is a finding, or loss or norm are not finite."""
         figures = [f for f in (self.loss, self.norm) if f is not None]
         return self.finding is not None or not all(math.isfinite(f) for f in figures)
 
     def says(self, step: int, scale: float) -> str:
-        """What came of it, in a sentence.
+        """Return the result in a sentence.
 
         Args:
-            step: The guard's number of it.
-            scale: The loss scale, which is taken off the norm.
+            step: The guard's number of the step.
+            scale: The loss scale, by which the norm is divided.
         """
         if self.finding is not None:
             return self.finding.sentence
@@ -74,11 +74,11 @@ class Rerun:
             return f"step {step} was not run again: {self.obstacle}"
         if self.loss is None:
             return (
-                f"step {step}, run again: the model's forward pass is healthy, and it returns no loss; the loss and "
-                "the backward pass were not run again"
+                f"step {step}, run again: no operation of the model's forward pass goes wrong, and it returns no loss, "
+                "so the loss and the backward pass were not run again"
             )
-        norm = "" if self.norm is None else f" and a gradient norm of {self.norm / scale:.4g}"
-        return f"step {step}, run again: no operation goes wrong; it gives a loss of {self.loss:.4g}{norm}"
+        norm = "" if self.norm is None else f" and the gradient norm {self.norm / scale:.4g}"
+        return f"step {step}, run again: no operation goes wrong; the loss is {self.loss:.4g}{norm}"
 
 
 def rerun(
@@ -91,21 +91,21 @@ def rerun(
     factor: float | None = None,
     traced: bool = True,
 ) -> Rerun:
-    """Make a call again, with its backward pass where the model gives a finite loss; the model stays as it is.
+    """Run a call again, with its backward pass if the model returns a finite loss; the model is not changed.
 
     Args:
-        model: Unwrapped (`RUN_AGAIN`).
+        model: The model, unwrapped (`RUN_AGAIN`).
         call: The call.
-        step: Number that the finding carries.
-        noted: The loss that backward was called on, a share or a multiple of the model's own.
+        step: Number of the step in the finding.
+        noted: The loss that backward was called on: the model's loss, or a share or multiple of it.
         scale: The loss scale.
-        factor: What to multiply the model's loss by; from `noted` and `scale` if not given.
-        traced: Look for the operation.
+        factor: Factor on the model's loss; None to compute it from `noted` and `scale`.
+        traced: Trace the run, to find the operation.
     """
     if any(is_sharded(p) for p in model.parameters()):
         return Rerun(obstacle="the parameters are sharded over ranks: running it again would wait for the others")
     if call.overwritten:
-        return Rerun(obstacle="the batch was overwritten in place since")
+        return Rerun(obstacle="the batch was overwritten in place")
     found = trace(model) if traced else None
     loss = used = norm = obstacle = None
     inside: list[dict[str, torch.dtype]] = []
@@ -135,13 +135,15 @@ def rerun(
 def blamed(
     model: nn.Module, window: Sequence[MicroBatch], losses: Sequence[float], reason: Reason | None, scale: float
 ) -> int:
-    """Which micro-batch of a window is to blame: by its loss, else the one that leaves the largest gradients.
+    """Return the index of the micro-batch at fault: the first with a bad loss, else the one with the largest gradients.
+
+    Without labels it is the first; for reasons that gradients do not tell, the last.
 
     Args:
-        model: Unwrapped.
-        window: At least one.
-        losses: Of its micro-batches.
-        reason: Of the skip.
+        model: The model, unwrapped.
+        window: The micro-batches, at least one.
+        losses: Their losses.
+        reason: Reason of the skip; None if the step was not skipped.
         scale: The loss scale.
     """
     if reason is Reason.NO_LABELS:
@@ -162,12 +164,16 @@ def blamed(
 
 
 def wrong(losses: Sequence[float]) -> int | None:
-    """The first loss that is not finite; None if all are."""
+    """Return the index of the first loss that is not finite; None if all are finite."""
     return next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned: its `loss`, the first of a tuple, or the output itself, if one number."""
+    """Return the loss in a model's output, 0-dim: its `loss`, the first of a tuple, or the output itself.
+
+    Returns:
+        None if that is not a floating-point tensor of one number.
+    """
     if isinstance(output, Mapping):
         found = output.get("loss")
     elif isinstance(output, tuple):
@@ -192,7 +198,7 @@ def _norm(model: nn.Module) -> float:
 
 @contextmanager
 def _listening(model: nn.Module, inside: list[dict[str, torch.dtype]]) -> Generator[None]:
-    """Note the autocast in the first module that the model calls: accelerate sets one in the model's own forward."""
+    """Record autocast in the first module that the model calls: accelerate turns it on inside the model's forward."""
 
     def before(*_: Any) -> None:
         if not inside:
@@ -207,11 +213,11 @@ def _listening(model: nn.Module, inside: list[dict[str, torch.dtype]]) -> Genera
 
 
 class _Alone(DispatchMode):
-    """Refuses to talk to other ranks: they may not be running the same thing."""
+    """Raises on communication with other ranks, which may not be running the same call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COLLECTIVES:
-            raise RuntimeError(f"a layer of it talks to other ranks ({func})")
+            raise RuntimeError(f"a layer communicates with other ranks ({func})")
         return func(*args, **(kwargs or {}))
 
 

@@ -1,6 +1,6 @@
 """The command line: one file per verb. Help, `list` and `explain` import no torch.
 
-Exit codes: 0 fine; 1 something was found, or a verification failed; 2 bad input, said in one sentence.
+Exit codes: 0 success; 1 a fault was found, or a verification failed; 2 bad input, explained in one sentence.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ app.command("demo")(demo.demo)
 
 
 def main() -> None:
-    """Run the command line; what hfpatch raises becomes one sentence on stderr and exit code 2."""
+    """Run the command line; an `HfpatchError` becomes one sentence on stderr and exit code 2."""
     try:
         app()
     except HfpatchError as error:
         print(f"hfpatch: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # the reader went away (`hfpatch list | head`)
+    except BrokenPipeError:  # the reader closed the pipe (`hfpatch list | head`)
         sys.stderr.close()
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""`hfpatch check`: what goes wrong when this model is trained with these arguments. Needs no weights."""
+"""`hfpatch check`: hazards in training this model with these arguments. Needs no weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check(
         typer.Option(help="JSON or YAML file of training arguments, such as TRL's configs.", show_default=False),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1. Else a GPU if there is one.", show_default=False)
+        str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.", show_default=False)
     ] = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -28,7 +28,7 @@ def check(
     """
     from hfpatch.guarding.settings import settings_file
 
-    given = None if args is None else settings_file(args)  # told before torch is imported
+    given = None if args is None else settings_file(args)  # checked before torch is imported
     quiet_transformers()
     from hfpatch.guarding.hazards import check as look
     from hfpatch.model.source import build_on_meta, load_config

@@ -1,4 +1,4 @@
-"""What the verbs share: their common arguments, and the quiet that a report needs."""
+"""Arguments, options and helpers that the verbs share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Argument(help="A hub name, a local directory, or a config.json.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ComputeDtype = Annotated[str | None, typer.Option(help="Plan for this dtype, e.g. float16.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the model code that the checkpoint brings along.")
-]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model code in the checkpoint.")]
 
 
 def show(thing: Any, as_json: bool) -> None:
-    """Print a result as it prints itself, or its `to_dict()`."""
+    """Print a result as text, or its `to_dict()` as JSON."""
     if as_json:
         show_json(thing.to_dict())
     else:
@@ -33,15 +31,15 @@ def show(thing: Any, as_json: bool) -> None:
 
 
 def show_json(figures: dict[str, Any]) -> None:
-    """Print figures as JSON, the way every verb does."""
+    """Print figures as indented JSON."""
     print(json.dumps(figures, indent=2))
 
 
 def broken_patch_files() -> bool:
-    """Name each patch file that does not load, on stderr; whether there was one."""
+    """Report each patch file that cannot be loaded, on stderr; True if there is one."""
     from hfpatch.patching import registry
 
-    warnings.simplefilter("ignore")  # the sentences below say the same
+    warnings.simplefilter("ignore")  # the lines below say the same
     errors = registry.broken()
     for error in errors.values():
         print(f"hfpatch: {error}", file=sys.stderr)
@@ -49,7 +47,7 @@ def broken_patch_files() -> bool:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own notices out of the report."""
+    """Turn off transformers' warnings and progress bars, which would mix with the report."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -62,17 +60,17 @@ fish and wrote 1, 12, 37 in a small book. Die Sonne stand tief über dem Wasser.
 def mean(values):
     return sum(values) / len(values)  # of nothing: ZeroDivisionError
 """
-"""Run where no text is named: prose, other scripts, figures and code, so that the values are those of real use."""
+"""The default text: prose, several scripts, numbers and code, to get values as in real use."""
 
 CHARACTERS = 64
-"""Read for each token asked for, so that a large file is not read whole; few tokens are longer."""
+"""Characters read per token, so that a large file is not read completely; few tokens are longer."""
 
 
 def read_text(file: str | None, tokens: int) -> str:
-    """Enough of a file of text for so many tokens, of stdin for `-`, or the text that is built in.
+    """Return text for at least this many tokens, from a file, from stdin for `-`, or the built-in text for None.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The file cannot be read, or is not UTF-8.
     """
     if file is None:
         return TEXT
@@ -82,17 +80,17 @@ def read_text(file: str | None, tokens: int) -> str:
         with Path(file).open(encoding="utf-8") as lines:
             return lines.read(CHARACTERS * tokens)
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {file}: not UTF-8 at byte {error.start:,}; want a file of text") from error
+        raise InputError(f"--text {file}: not UTF-8 at byte {error.start:,}; want a text file") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--text {file[:80]}: cannot be read ({why}); want a file of text, or - for stdin") from error
+        raise InputError(f"--text {file[:80]}: cannot be read ({why}); want a text file, or - for stdin") from error
 
 
 def torch_device(name: str | None) -> torch.device:
-    """The device that an option names; a GPU if there is one and none is named.
+    """Return the device that an option names; for None, a GPU if there is one, else the CPU.
 
     Raises:
-        InputError: No such device here.
+        InputError: There is no such device here.
     """
     import torch
 
@@ -106,5 +104,7 @@ def torch_device(name: str | None) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise InputError(f"--device {name!r}: want cpu, cuda or one such as cuda:1")
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise InputError(f"--device {name}: torch sees {count} GPU{'' if count == 1 else 's'} here")
+        raise InputError(
+            f"--device {name}: torch finds {count} GPU{'' if count == 1 else 's'} here; name another device"
+        )
     return device

@@ -1,4 +1,4 @@
-"""`hfpatch demo`: the main job on an embedded model."""
+"""`hfpatch demo`: plan, apply, verify and revert on a tiny model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hfpatch.cli.common import Json, quiet_transformers, show_json
 
 
 def demo(json: Json = False) -> None:
-    """Rescue a tiny Gemma 3 whose float16 residual stream overflows: plan, apply, verify, revert. No download.
+    """Fix a tiny Gemma 3 whose float16 residual stream overflows: plan, apply, verify, revert. No download.
 
     JSON: `{"plan": ..., "proof": ..., "status_after_revert": ...}`.
     """

@@ -1,4 +1,4 @@
-"""`hfpatch explain`: all there is to know of a patch."""
+"""`hfpatch explain`: the documentation of a patch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hfpatch.cli.common import Json, show
 
 
 def explain(
-    patch: Annotated[str, typer.Argument(help="Its id, as `hfpatch list` shows it.", show_default=False)],
+    patch: Annotated[str, typer.Argument(help="Id of the patch, as in `hfpatch list`.", show_default=False)],
     json: Json = False,
 ) -> None:
-    """Say what a patch mends, what it changes and costs, its limits, cases and sources."""
+    """Explain a patch: the defect it fixes, its changes and cost, its limits, cases and sources."""
     from hfpatch.patching.catalogue import explain as found
 
     show(found(patch), json)

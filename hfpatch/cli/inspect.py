@@ -1,4 +1,4 @@
-"""`hfpatch inspect`: what is this model, or every architecture there is. Needs no weights."""
+"""`hfpatch inspect`: facts about a model, or about every architecture. Needs no weights."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def inspect(
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Show architecture, submodels, embedding, norms and their eps, attention, hazards, and what would be patched.
+    """Show architecture, submodels, embedding, norms and their eps, attention, hazards, and the plan of patches.
 
     JSON: the keys of `ModelInfo.to_dict()`, and `plan` as `hfpatch plan --json` prints it. With `--all`:
-    `{"versions": {package: version}, "architectures": {name: facts, or "reason" where its default does not build}}`.
+    `{"versions": {package: version}, "architectures": {name: facts, or "reason" if its default does not build}}`.
     """
     if every:
         if model is not None or compute_dtype is not None or trust_remote_code:
-            raise InputError("--all goes with --json alone: it reads the default config of each architecture")
+            raise InputError("--all can be combined only with --json: it reads the default config of each architecture")
         _show_all(json)
         return
     if model is None:

@@ -1,4 +1,4 @@
-"""`hfpatch list`: the patches there are."""
+"""`hfpatch list`: all patches."""
 
 from __future__ import annotations
 

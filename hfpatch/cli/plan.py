@@ -1,4 +1,4 @@
-"""`hfpatch plan`: what each patch would do to this model. Needs no weights."""
+"""`hfpatch plan`: the effect of each patch on this model. Needs no weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(
 
     broken_patch_files()
     for name in [*(only or ()), *(exclude or ()), *(n for n in include or () if n != "suggested")]:
-        registry.match(name)  # a wrong name is told before torch is imported
+        registry.match(name)  # a wrong name is reported before torch is imported
     quiet_transformers()
     from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.plan import plan as decide

@@ -1,4 +1,4 @@
-"""`hfpatch replay`: run the batch in a black box's bundle with a checkpoint, and see whether the same goes wrong."""
+"""`hfpatch replay`: run the batch in a black box's bundle on a checkpoint, to reproduce the fault."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ def replay(
     model: Annotated[
         str,
         typer.Option(
-            help="The checkpoint, a directory: a model, or an adapter whose base is here.", show_default=False
+            help="The checkpoint, a directory: a model, or an adapter whose base model is available here.",
+            show_default=False,
         ),
     ],
-    dtype: Annotated[str | None, typer.Option(help="Load the weights in this dtype. Else as in the run.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Else a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Load the weights in this dtype. Default: as in the run.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
     unpatched: Annotated[
         bool, typer.Option("--unpatched", help="Leave out the patches that the run had applied.")
     ] = False,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Run the batch of a bundle with a checkpoint, its random numbers, autocast and loss scale as they were.
+    """Run the batch of a bundle on a checkpoint, with the run's random state, autocast and loss scale.
 
-    Exit 1 if something goes wrong in it (the recorded fault, or another), 0 if it is healthy.
+    Exit 1 if a fault is found (the recorded one or another), 0 if not.
 
-    The patches that the run had applied are applied first. Nothing is written.
+    The patches that were applied in the run are applied first. Nothing is written.
 
     JSON: `{"bundle", "model", "event", "recorded", "replayed", "reproduced", "patches", "notes", "advice"}`.
     """
@@ -56,7 +57,7 @@ def replay(
     notes = _differences(held, loaded, patches)
     found = held.replay(loaded)
     if found.obstacle is not None and found.finding is None:
-        raise InputError(f"{bundle} cannot be run with {model}: {found.obstacle}")
+        raise InputError(f"{bundle} cannot be run on {model}: {found.obstacle}")
     _show(held, model, loaded, found, patches, notes, as_json=json)
     if found.finding is not None:
         raise typer.Exit(1)
@@ -81,8 +82,8 @@ def _load(bundle: Bundle, name: str, dtype: str | None, device: str | None, trus
     )
     if missing:
         raise InputError(
-            f"{base or name} does not hold {len(missing)} weights of the model ({missing[0]} first), which would be "
-            "random; name a whole checkpoint"
+            f"{base or name} lacks {len(missing)} weights of the model ({missing[0]} first), which would be random; "
+            "name a complete checkpoint"
         )
     if base is None:
         return loaded
@@ -92,19 +93,23 @@ def _load(bundle: Bundle, name: str, dtype: str | None, device: str | None, trus
     from hfpatch.tracing.checkpoint import reason
 
     try:
-        # trainable, as it was: else there are no gradients
+        # trainable, as in the run: else there are no gradients
         return peft.PeftModel.from_pretrained(loaded, name, is_trainable=True, torch_device=str(chosen))
     except REJECTIONS as error:
-        raise InputError(f"{name}: its adapter cannot be put on {base}: {reason(error)}") from error
+        raise InputError(
+            f"{name}: its adapter cannot be loaded on {base} ({reason(error)}); name the base model it was trained on"
+        ) from error
 
 
 def _base(name: str) -> str | None:
-    """The base model of an adapter; None if this is none."""
+    """Return the base model that an adapter names; None if the directory holds no adapter."""
     file = Path(name).expanduser() / ADAPTER
     if not file.is_file():
         return None
     if not file.with_name(ADAPTER_WEIGHTS).is_file():
-        raise InputError(f"{name}: an adapter without {ADAPTER_WEIGHTS}; pickled weights are never read")
+        raise InputError(
+            f"{name}: an adapter without {ADAPTER_WEIGHTS}; pickled weights are never read, save it as safetensors"
+        )
     try:
         base: Any = json_format.loads(file.read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -139,24 +144,24 @@ def _patched(bundle: Bundle, model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _differences(bundle: Bundle, model: nn.Module, patches: tuple[str, ...]) -> list[str]:
-    """What is not as it was in the run."""
+    """Return the differences to the run, as sentences."""
     from hfpatch.blackbox.account import dtype, fingerprint
 
     was = bundle.model
     first = next(model.parameters())
-    notes = [f"At the spot: {doubt}." for doubt in bundle.about["replay"]["doubts"]]
+    notes = [f"In the run: {doubt}." for doubt in bundle.about["replay"]["doubts"]]
     if was["class"] != type(model).__name__:
         notes.append(f"The run trained a {was['class']}, this is a {type(model).__name__}.")
     if was["dtype"] != dtype(model):
         notes.append(f"The run's weights were {was['dtype']}, these are {dtype(model)}.")
     elif was["fingerprint"] != fingerprint(model):
-        notes.append("These are not the weights that the run had at that step.")
+        notes.append("The weights differ from those of the run at that step.")
     if was["device"] and was["device"].partition(":")[0] != first.device.type:
         notes.append(f"The run was on {was['device']}, this is on {first.device}: random numbers and rounding differ.")
     if left := [patch for patch in bundle.patches if patch not in patches]:
-        notes.append(f"Without patches that the run had: {', '.join(left)}.")
+        notes.append(f"Not applied here, but in the run: {', '.join(left)}.")
     if patches:
-        notes.append(f"Patched as the run was: {', '.join(patches)}.")
+        notes.append(f"Applied as in the run: {', '.join(patches)}.")
     return notes
 
 
@@ -196,15 +201,15 @@ def _show(
         )
         return
     rows = (("in the run", bundle.says), ("here", says))
-    title = f"{bundle.path.name} with {name}\n{bundle.event}"
+    title = f"{bundle.path.name} on {name}\n{bundle.event}"
     print(Sheet(title, ("", ""), rows, (_verdict(bundle, found), *notes, *tips), wide=("",)).to_text())
 
 
 def _verdict(bundle: Bundle, found: Rerun) -> str:
     if bundle.reproduced(found):
-        return "Reproduced: the same operation of the same module."
+        return "Reproduced: the same operation in the same module."
     if found.finding is not None:
-        return "Something goes wrong here, but not what the bundle recorded."
+        return "Not reproduced: there is a fault here, but not the recorded one."
     if bundle.finding is not None:
-        return "Not reproduced: what the bundle recorded does not happen here."
-    return "Nothing to reproduce: no operation was found to go wrong in the run either."
+        return "Not reproduced: the recorded fault does not occur here."
+    return "Nothing to reproduce: no fault was found in the run either."

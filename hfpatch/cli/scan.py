@@ -1,4 +1,4 @@
-"""`hfpatch scan`: look through safetensors files."""
+"""`hfpatch scan`: check safetensors files."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def scan(
     processes: Annotated[
         int | None,
         typer.Option(
-            help="Processes that read; 1 below 4 GiB, else one a core, at most 4, if not given.", show_default=False
+            help="Number of processes. Default: 1 below 4 GiB, else one per core, at most 4.", show_default=False
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Look for NaN, Inf, broken or missing shards, and what float16 cannot hold; exit 1 if something is wrong.
+    """Check for NaN, Inf, broken or missing shards, and values that float16 cannot hold; exit 1 if a fault is found.
 
-    Nothing is written, and no pickle is read. What float16 cannot hold, tensors of nothing but zeros and outliers are
-    told, and are no fault.
+    Nothing is written, and no pickle is read. Values that float16 cannot hold, all-zero tensors and outliers are noted,
+    but are no fault.
 
     JSON: `{"path", "files", "findings": [{kind, file, tensor, text, figures}], "notes": [the same],
     "census": {dtype: {tensors, parameters, bytes}}}`.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hfpatch.tracing.trace import Trace
 
 NAMED = 5
-"""Tensors that a note names; `--json` has all."""
+"""Number of tensors that a note names; `--json` has all."""
 
 File = Path | None
 
@@ -41,36 +41,37 @@ def trace(
         str, typer.Argument(help="A local directory, or a hub name in the local cache.", show_default=False)
     ],
     text: Annotated[
-        str | None, typer.Option(help="File of text to run, - for stdin. A few lines are built in.", show_default=False)
+        str | None, typer.Option(help="Text file to run, - for stdin. Default: a built-in text.", show_default=False)
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Run at most this many tokens of it.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Run at most this many tokens.")] = 512,
     dtype: Annotated[
-        str | None, typer.Option(help="Load the weights as float32, float16 or bfloat16. Else as the checkpoint says.")
+        str | None, typer.Option(help="Load the weights as float32, float16 or bfloat16. Default: the checkpoint's.")
     ] = None,
     backward: Annotated[
-        bool, typer.Option("--backward", help="Trace a loss (labels: the text) and its gradients.")
+        bool, typer.Option("--backward", help="Trace the loss (labels: the text itself) and its gradients.")
     ] = False,
     loss_scale: Annotated[
         float | None, typer.Option(help="Multiply the loss, as a GradScaler does (its first scale is 65536).")
     ] = None,
-    attention: Annotated[str | None, typer.Option(help="eager, sdpa, ... Else what transformers chooses.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Else a GPU if there is one.")] = None,
+    attention: Annotated[str | None, typer.Option(help="eager, sdpa, ... Default: chosen by transformers.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
     headroom: Annotated[
-        str | None, typer.Option(help="Say what would overflow or vanish in this dtype, e.g. float16.")
+        str | None, typer.Option(help="Report what would overflow or become 0 in this dtype, e.g. float16.")
     ] = None,
-    html: Annotated[File, typer.Option(help="Write a heat map of the blocks to this page.")] = None,
-    plot: Annotated[File, typer.Option(help="Write it to this PNG (needs matplotlib).")] = None,
-    out: Annotated[File, typer.Option(help="Write the statistics of every tensor to this file, as JSON.")] = None,
+    html: Annotated[File, typer.Option(help="Write a heat map of the blocks to this HTML file.")] = None,
+    plot: Annotated[File, typer.Option(help="Write the heat map to this PNG file (needs matplotlib).")] = None,
+    out: Annotated[File, typer.Option(help="Write the statistics of every tensor to this JSON file.")] = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Run a checkpoint on text; name the first operation that makes NaN or Inf, and the patch to try for it.
+    """Run a checkpoint on text, and name the first operation that makes NaN or Inf, and the patch to try.
 
-    Exit 1 if something was found.
+    Exit 1 if a fault is found.
 
-    The model is in evaluation mode. The loss is not scaled unless you say so: a scale makes overflows of its own.
+    The model is in evaluation mode. The loss is scaled only with --loss-scale: a scale can cause overflows itself.
 
-    JSON: `{"model", "run", "checkpoint", "findings", "meant", "advice", "patches"}`, and `headroom` if asked for.
+    JSON: `{"model", "run", "checkpoint", "findings", "intentional", "advice", "patches"}`, and `headroom` with
+    --headroom.
     """
     _check(tokens, backward, loss_scale, html, plot, out)
     words = read_text(text, tokens)
@@ -83,7 +84,7 @@ def trace(
     from hfpatch.tracing.headroom import headroom as in_dtype
 
     if headroom is not None:
-        in_dtype((), headroom)  # a wrong name is told before the weights are loaded
+        in_dtype((), headroom)  # a wrong name is reported before the weights are loaded
     if sys.stderr.isatty():
         transformers.logging.enable_progress_bar()
     chosen = torch_device(device)
@@ -106,17 +107,17 @@ def trace(
             write(path)
             say([f"hfpatch: wrote {path}"])
     if raised:
-        say([f"hfpatch: and then the model could not go on: {raised}"])
+        say([f"hfpatch: after that the model raised: {raised}"])
     if traced.findings:
         raise typer.Exit(1)
 
 
 def _check(tokens: int, backward: bool, loss_scale: float | None, html: File, plot: File, out: File) -> None:
-    """What can be wrong with the options, told before anything is imported or loaded."""
+    """Check the options before anything is imported or loaded."""
     if tokens < 1:
         raise InputError(f"--tokens {tokens}: want at least 1")
     if loss_scale is not None and not backward:
-        raise InputError("--loss-scale multiplies the loss, which is computed with --backward only; add it")
+        raise InputError("--loss-scale multiplies the loss, which is computed only with --backward; add --backward")
     if loss_scale is not None and not (loss_scale > 0 and math.isfinite(loss_scale)):
         raise InputError(f"--loss-scale {loss_scale:g}: want a finite number above 0")
     for path in (html, plot, out):
@@ -129,7 +130,10 @@ def _check(tokens: int, backward: bool, loss_scale: float | None, html: File, pl
 def _run(
     checkpoint: Checkpoint, batch: dict[str, torch.Tensor], scale: float | None
 ) -> tuple[Trace, float | None, str | None]:
-    """The trace of one pass, backward too where there is a scale for the loss; the loss; what stopped it, or None."""
+    """Return the trace of one pass, the loss, and the error that ended the pass, or None.
+
+    The backward pass is traced too if `scale` is not None; it is the factor on the loss.
+    """
     import torch
 
     from hfpatch.advice import trace as watch
@@ -140,7 +144,7 @@ def _run(
 
     model = checkpoint.model
     found = places(model)
-    passes = (len(found.opened) + len(found.blocks)) * (1 if scale is None else 2)
+    passes = (len(found.containers) + len(found.blocks)) * (1 if scale is None else 2)
     loss = raised = None
     with progress(f"tracing {checkpoint.name}", passes) as advance:
         traced = watch(model, backward=scale is not None, progress=lambda _: advance(1))
@@ -152,8 +156,8 @@ def _run(
                     (output.loss * scale).backward()
         except torch.OutOfMemoryError as error:
             raise InputError(
-                f"{checkpoint.name}: {model.device} has not enough memory for this; try fewer --tokens, a narrower "
-                "--dtype, or --device cpu"
+                f"{checkpoint.name}: not enough memory on {model.device}; try fewer --tokens, a narrower --dtype, or "
+                "--device cpu"
             ) from error
         except REJECTIONS as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -207,7 +211,7 @@ def _show(
                     "nonfinite": nonfinite,
                 },
                 "findings": [f.to_dict() for f in traced.findings],
-                "meant": traced.meant,
+                "intentional": traced.intentional,
                 "advice": list(advice(first, model)) if first else [],
                 "patches": list(answering(first, model)) if first else [],
                 **({"headroom": room.to_dict()} if room else {}),
@@ -238,6 +242,6 @@ def _title(name: str, run: dict[str, Any]) -> str:
 
 
 def _named(what: str, names: list[str] | tuple[str, ...]) -> list[str]:
-    """A note about tensors; none if there are none."""
+    """Return a list with a note about these tensors; an empty list if there are no tensors."""
     more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return [f"{len(names)} {what}: {', '.join(names[:NAMED])}{more}"] if names else []

@@ -1,4 +1,4 @@
-"""`hfpatch verify`: run the cases that prove the patches, or hold a checkpoint's dtypes against float32."""
+"""`hfpatch verify`: run the cases that prove the patches, or compare a checkpoint in several dtypes with float32."""
 
 from __future__ import annotations
 
@@ -29,39 +29,37 @@ def verify(
         str | None,
         typer.Argument(
             metavar="[PATCH | MODEL]",
-            help="Id or glob of patches; else a model: a local directory, or a hub name in the local cache. "
-            "All patches if not given.",
+            help="Id or glob of patches; or a model: a local directory, or a hub name in the local cache. "
+            "Default: all patches.",
             show_default=False,
         ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(
-            help="With a model: file of text to run, - for stdin. A few lines are built in.", show_default=False
-        ),
+        typer.Option(help="With a model: text file to run, - for stdin. Default: a built-in text.", show_default=False),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="With a model: run at most this many tokens (128).")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With a model: load it as float32, float16 or bfloat16. Else as it says.")
+        str | None, typer.Option(help="With a model: load it as float32, float16 or bfloat16. Default: its own.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="With a model: cpu, cuda, cuda:1. Else a GPU if there is one.")
+        str | None, typer.Option(help="With a model: cpu, cuda, cuda:1. Default: a GPU if there is one.")
     ] = None,
     run: Annotated[
-        list[str] | None, typer.Option(help="With a model: a row that is wanted; can be repeated. Else all.")
+        list[str] | None, typer.Option(help="With a model: run this row only; may be repeated. Default: all rows.")
     ] = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Prove patches on their cases; or run a model on text, in several dtypes, against float32.
+    """Prove patches on their cases; or run a model on text, in several dtypes, and compare with float32.
 
-    PATCH: its repros (symptom unpatched, cured patched) and the cases it must leave alone; exit 1 on a failure. Cases
-    that need a GPU are skipped where there is none.
+    PATCH: runs its repros (the symptom shows unpatched and not patched) and the cases it must leave alone; exit 1 on a
+    failure. Cases that need a GPU are skipped if there is none.
 
-    MODEL: loss, KL and top-1 of the checkpoint as it is and in other dtypes; exit 1 if as it is it is not finite. A
-    name that a patch has is a patch.
+    MODEL: loss, KL and top-1 of the checkpoint as it is and in other dtypes; exit 1 if it is not finite as it is. A
+    name that is both a patch and a model means the patch.
 
-    JSON: `{"passed": bool, "skipped": int, "cases": [{patch, kind, case, passed, text, skipped}]}`; of a model
+    JSON: `{"passed": bool, "skipped": int, "cases": [{patch, kind, case, passed, text, skipped}]}`; for a model
     `{"model", "reference", "rows", "notes"}`.
     """
     failed = broken_patch_files()
@@ -71,16 +69,16 @@ def verify(
         _verify_model(str(name), text, tokens or 128, dtype, device, run, json, trust_remote_code)
     elif wants_model:
         whose = f"{name} is a patch" if name else "no model is named"
-        raise InputError(f"verify: --text, --tokens, --dtype, --device and --run go with a model, but {whose}")
+        raise InputError(f"verify: --text, --tokens, --dtype, --device and --run need a model, but {whose}")
     else:
         _verify_patches(ids, json, failed)
 
 
 def _patches(name: str | None, wants_model: bool) -> list[str] | None:
-    """The patches that a name means; None where it is a model's.
+    """Return the ids of the patches that a name stands for; None if it is a model.
 
     Raises:
-        UnknownPatchError: It is neither.
+        UnknownPatchError: It is neither a patch nor a model.
     """
     from hfpatch.patching import registry
 
@@ -102,7 +100,7 @@ def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
 
     from hfpatch.patching.verifying.verify import prove_patch
 
-    torch.set_num_threads(1)  # the cases are tiny: threads only wait for each other
+    torch.set_num_threads(1)  # the cases are tiny: more threads would be slower
     results: list[CaseResult] = []
     for patch_id in ids:
         results.extend(prove_patch(registry.get(patch_id)))
@@ -154,8 +152,8 @@ def _verify_model(
     checkpoint = load(name, dtype=as_dtype(dtype), device=torch_device(device), trust_remote_code=trust_remote_code)
     for missing in checkpoint.missing[:1]:
         print(
-            f"hfpatch: {len(checkpoint.missing)} tensors are not in the checkpoint, so random ({missing}, ...): the "
-            "figures are of such a model",
+            f"hfpatch: {len(checkpoint.missing)} tensors are not in the checkpoint, so random ({missing}, ...), which "
+            "affects the figures",
             file=sys.stderr,
         )
     batch = checkpoint.batch(words, tokens, loss=True)

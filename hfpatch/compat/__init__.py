@@ -1,5 +1,4 @@
-"""Private names of other packages that hfpatch relies on: a module for each corner of a package, a test for each.
+"""Private names of other packages that hfpatch relies on: one module per topic, one test per name.
 
-Nothing outside this folder says such a name (`tests/test_house.py` reads every file for them). Where several places
-need the same one, or a hot path does, it is bound here once.
+No other folder uses such a name; `tests/test_house.py` reads every file to check that.
 """

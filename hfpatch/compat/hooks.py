@@ -1,11 +1,11 @@
 # torch keeps forward hooks in private tables; a handle cannot be found again on a copy of a module
 # pyright: reportPrivateUsage=false
-"""Forward hooks under keys that no process hands out again.
+"""Forward hooks under keys that torch never assigns.
 
-torch numbers hooks from 0 in each process. A model that was saved and loaded in another process brings its hooks'
-numbers along, and the next hook that anybody registers may take the number of one of them: it overwrites that hook,
-and its removal deletes it. So every hook of hfpatch, a lasting one or one of a trace, is written into torch's tables
-under a random negative key. torch itself hands out 0, 1, 2, ...
+torch numbers hooks from 0 in each process. A model that was saved and then loaded in another process keeps the numbers
+of its hooks. A hook registered there later may get the same number: it overwrites the loaded hook, and its removal
+deletes it. So every hook of hfpatch, permanent or for a trace, is entered in torch's tables under a random negative
+key; torch's own keys are 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import nn
 
 BEFORE = ("_forward_pre_hooks_with_kwargs", "_forward_pre_hooks")
 AFTER = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_hooks")
-"""Names of torch's tables: the flags first, the table of the hooks themselves last.
+"""Names of torch's tables: the flags first, the table of the hooks last.
 
-A hook is entered there first and taken off there last, so that one whose setting or removal was interrupted is found.
+A hook is entered in the last table first and removed from it last, so a hook is found even if setting or removing it
+was interrupted.
 """
 
 EVERY = (BEFORE[-1], AFTER[-1], "_backward_hooks", "_backward_pre_hooks")
@@ -28,32 +29,32 @@ EVERY = (BEFORE[-1], AFTER[-1], "_backward_hooks", "_backward_pre_hooks")
 
 
 class Handle:
-    """Takes a hook off again. Calling `remove` twice is fine."""
+    """Removes one hook. Calling `remove` twice is fine."""
 
     def __init__(self, module: nn.Module, key: int) -> None:
         self.module, self.key = module, key
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         drop(self.module, [self.key])
 
 
 def new_key() -> int:
-    """Return a random key below zero."""
+    """Return a random negative key."""
     return -1 - secrets.randbits(62)
 
 
 def before(
     module: nn.Module, hook: Callable[..., Any], *, first: bool = False, with_kwargs: bool = False, key: int = 0
 ) -> Handle:
-    """Call a hook before a module's forward.
+    """Register a hook that runs before a module's forward.
 
     Args:
         module: The module.
-        hook: Called with module and arguments; what it returns replaces the arguments, as in torch.
-        first: Call it before the hooks that are there.
-        with_kwargs: Give it the keyword arguments too.
-        key: A key from `new_key`, where several hooks share one; 0 draws one.
+        hook: Called with module and arguments; if it returns a value, that replaces the arguments, as in torch.
+        first: Call it before the hooks that are registered already.
+        with_kwargs: Pass it the keyword arguments too.
+        key: A key from `new_key` that several hooks share; 0 for a new one.
     """
     return _set(module, BEFORE, hook, first, {"_forward_pre_hooks_with_kwargs": with_kwargs}, key)
 
@@ -67,15 +68,15 @@ def after(
     always: bool = False,
     key: int = 0,
 ) -> Handle:
-    """Call a hook after a module's forward.
+    """Register a hook that runs after a module's forward.
 
     Args:
         module: The module.
-        hook: Called with module, arguments and output; what it returns replaces the output, as in torch.
-        first: Call it before the hooks that are there.
-        with_kwargs: Give it the keyword arguments too.
-        always: Call it where forward raised an `Exception` too; torch does not do so for a `BaseException`.
-        key: A key from `new_key`, where several hooks share one; 0 draws one.
+        hook: Called with module, arguments and output; if it returns a value, that replaces the output, as in torch.
+        first: Call it before the hooks that are registered already.
+        with_kwargs: Pass it the keyword arguments too.
+        always: Call it also if forward raised an `Exception`; torch does not call it after other `BaseException`s.
+        key: A key from `new_key` that several hooks share; 0 for a new one.
     """
     flags = {"_forward_hooks_with_kwargs": with_kwargs, "_forward_hooks_always_called": always}
     return _set(module, AFTER, hook, first, flags, key)
@@ -96,13 +97,13 @@ def _set(
 
 
 Around = tuple[nn.Module, Callable[..., Any], Callable[..., Any]]
-"""A module, what is called before its forward (with keyword arguments), and what is called after it."""
+"""A module, the hook before its forward (called with keyword arguments), and the hook after it."""
 
 
 def around(modules: Iterable[Around]) -> int:
-    """Set hooks on many modules, and return the one key they are under; `drop_around` takes them off.
+    """Register hooks on many modules under one key, and return the key; `drop_around` removes them.
 
-    There is no handle for each: setting those would cost a trace more than its hooks do.
+    Handles are not made: making one per hook would cost a trace more than its hooks do.
     """
     key = new_key()
     for module, called, returned in modules:
@@ -114,7 +115,7 @@ def around(modules: Iterable[Around]) -> int:
 
 
 def drop_around(modules: Iterable[Around], key: int) -> None:
-    """Take off what `around` set."""
+    """Remove the hooks that `around` registered."""
     for module, _, _ in modules:
         slots = module.__dict__
         slots["_forward_pre_hooks"].pop(key, None)
@@ -128,12 +129,12 @@ def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks called before a module's forward, and those called after it, without their flags."""
+    """Return the hooks called before a module's forward and those called after it, without their flags."""
     return module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]
 
 
 def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) -> list[int]:
-    """Return the keys under which a module has these very hooks; with `silent`, those that are silenced too."""
+    """Return a module's keys of these hooks, compared by identity; with `silent`, also of those that are silenced."""
     wanted = {id(hook) for hook in hooks}
     found: list[int] = []
     for table in hooks_of(module):
@@ -144,26 +145,26 @@ def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) ->
 
 
 def is_set(module: nn.Module, hook: object) -> bool:
-    """True if a module calls this hook, and with keyword arguments where it is called before forward."""
+    """True if this hook is set on a module; a hook before forward counts only if it gets keyword arguments."""
     slots = module.__dict__
     return any(key in slots[BEFORE[0]] or key in slots[AFTER[-1]] for key in keys(module, [hook]))
 
 
 def orphans(module: nn.Module) -> list[int]:
-    """Return the keys of hfpatch's flags whose hook somebody took off without them."""
+    """Return the keys of hfpatch's flags whose hook was removed by other code, which left the flags."""
     slots, hooked = module.__dict__, {key for table in hooks_of(module) for key in table}
     return [key for name in (*BEFORE[:-1], *AFTER[:-1]) for key in slots[name] if key < 0 and key not in hooked]
 
 
 def drop(module: nn.Module, gone: Iterable[int]) -> None:
-    """Take the hooks of these keys off a module; keys that are not there are passed over."""
+    """Remove the hooks with these keys from a module; missing keys are ignored."""
     for key in gone:
         for table in tables(module):
             table.pop(key, None)
 
 
 class Silenced:
-    """A hook that does nothing and keeps the place of another one."""
+    """A hook that does nothing and holds the place of another hook."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
@@ -173,7 +174,7 @@ class Silenced:
 
 
 def silence(module: nn.Module, hooks: Iterable[object]) -> None:
-    """Let a hook that does nothing stand in the place of each of these, so that the order stays."""
+    """Replace each of these hooks by one that does nothing, which keeps the order of the hooks."""
     for key in keys(module, hooks):
         for table in hooks_of(module):
             if key in table:
@@ -181,7 +182,7 @@ def silence(module: nn.Module, hooks: Iterable[object]) -> None:
 
 
 def unsilence(module: nn.Module, hooks: Iterable[object]) -> None:
-    """Put back those of these hooks that are silenced."""
+    """Put back each of these hooks that is silenced."""
     wanted = {id(hook) for hook in hooks}
     for table in hooks_of(module):
         for key, hook in list(table.items()):

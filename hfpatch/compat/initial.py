@@ -1,6 +1,6 @@
-# transformers has no public name for what fills the buffers that no checkpoint holds
+# transformers has no public name for the method that fills the buffers that no checkpoint holds
 # pyright: reportPrivateUsage=false
-"""How transformers makes a model without weights, and what its loader fills in where a checkpoint holds nothing."""
+"""Building a transformers model without weights, and the initial values of tensors that a checkpoint does not hold."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def built(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: Any, atte
 
 
 def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a class from a copy of a config on meta; dtypes are those that `from_pretrained(dtype=)` gives."""
+    """Build a model on meta from a copy of a config; dtypes are those that `from_pretrained(dtype=)` gives."""
     own = copy.deepcopy(config)
     live = chosen(own)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some models draw on the CPU all the same
         return built(cls, own, dtype, live if live in ("eager", "sdpa") else "eager")
 
 
 def fill(model: PreTrainedModel, module: nn.Module) -> None:
-    """Give a module of a model the initial values that the loader gives what a checkpoint does not hold."""
+    """Fill a module with the initial values that the loader uses for tensors missing from a checkpoint."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"), default_dtype(torch.float32):
         model._init_weights(module)
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """Make floating-point tensors in a dtype where none is named. Process-wide while it is on, as torch has it."""
+    """Set torch's default dtype inside the context. Process-wide while it is on."""
     was = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,5 +1,5 @@
 # FSDP2 keeps the policy of a module in its state, for which torch has no public name
-"""What FSDP2 does with the tensors that go into a module and come out of it."""
+"""How FSDP2 casts the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 ACCESS = "_get_fsdp_state"
-"""Name of the method that `fully_shard` gives the class of a module."""
+"""Name of the method that `fully_shard` adds to the class of a module."""
 
 
 def narrows_stream(module: nn.Module) -> str:
-    """Say how FSDP2 casts a stream that runs through a module to half precision; empty where it does not."""
+    """Return how FSDP2 casts the residual stream of a module to half precision; empty if it does not."""
     if not hasattr(type(module), ACCESS):
         return ""
     policy: Any = getattr(getattr(module, ACCESS)(), "_mp_policy", None)

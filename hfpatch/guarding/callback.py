@@ -1,11 +1,11 @@
 """GuardCallback: the guard inside a transformers Trainer.
 
-A callback can neither skip a step nor see gradients before they are clipped. So while an epoch runs, and on this
-Trainer's own objects only, bound methods are replaced on their instances: `accelerator.backward` (the raw loss),
-`accelerator.clip_grad_norm_` (unclipped gradients, judged), the prepared optimizer's `step` (which then does nothing
-for a bad batch, and says so, whereupon the Trainer leaves the schedule alone), `trainer.log` (the figures) and
-`trainer._save_checkpoint` (ruined weights are not saved over a good checkpoint). `trainer._run_epoch` puts them there,
-and takes them off whatever is raised.
+A callback can neither skip a step nor see gradients before they are clipped. So while an epoch runs, these methods are
+replaced on the instances of this Trainer: `accelerator.backward` (to see the raw loss), `accelerator.clip_grad_norm_`
+(to judge unclipped gradients), the prepared optimizer's `step` (which does nothing for a bad batch and marks the step
+as skipped, so the Trainer does not step the schedule), `trainer.log` (to add the figures) and
+`trainer._save_checkpoint` (so that bad weights are not saved). A replaced `trainer._run_epoch` sets the others and puts
+the originals back, also when an exception is raised.
 """
 
 from __future__ import annotations
@@ -26,45 +26,50 @@ from hfpatch.compat.accelerate import says_skipped
 from hfpatch.compat.trainer import EPOCH, SAVE
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, optional, want
-from hfpatch.guarding.checks import check, trained
+from hfpatch.guarding.checks import check, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
-from hfpatch.guarding.guard import follow, unwrapped
+from hfpatch.guarding.guard import unwrapped, update_parameters
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts
-from hfpatch.guarding.recorder import BOX, Box, Recorder, conclude
+from hfpatch.guarding.recorder import BOX, Box, Recorder, record_and_raise
 from hfpatch.report import say
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOST = (
-    "guard: restore_callback_states_from_checkpoint=True made the GuardCallback anew, without its black box; leave it "
-    "off: the guard goes on from a checkpoint by itself"
+    "guard: restore_callback_states_from_checkpoint=True has recreated the GuardCallback without its black box; leave "
+    "that option off: the guard restores its state from a checkpoint by itself"
 )
 
 
 class GuardCallback(TrainerCallback, ExportableState):
-    """Skips bad batches in a `transformers.Trainer` (TRL's trainers are such), and logs what it saw.
+    """Skips bad batches in a `transformers.Trainer` or a subclass (such as TRL's), and logs losses and norms.
 
         Trainer(model, args, train_dataset=data, callbacks=[hfpatch.GuardCallback()]).train()
 
     A skipped batch changes neither weights nor optimizer state nor schedule; it counts as a step of the Trainer
-    (`max_steps`). Clipping is the Trainer's (`max_grad_norm`), done with the norm that was judged. Each log gains
-    `guard/loss_raw` (mean since the last log, NaN where a loss was NaN: the Trainer's own `loss` hides it),
-    `guard/loss` (mean of the steps taken, without empty micro-batches), `guard/norm` (largest since the last log), and
-    the counts of `Guard.metrics`. The host reads the decision once a step. A checkpoint carries the state, and a
-    resumed run goes on. Before each checkpoint and at the end the weights are looked at: ruined ones are not saved.
+    (`max_steps`). Gradients are clipped to the Trainer's `max_grad_norm`, with the norm that was judged. Each log gets
+    `guard/loss_raw` (mean since the last log; NaN if a loss was NaN, which the Trainer's own `loss` hides),
+    `guard/loss` (mean of the steps that were not skipped, without empty micro-batches), `guard/norm` (largest since
+    the last log), and the counts of `Guard.metrics`. The host reads the decision once per step. Checkpoints hold the
+    guard's state, and a resumed run continues with it. The weights are checked before each checkpoint and at the end:
+    non-finite weights are not saved.
 
     Args:
-        explode_at: Norm, before clipping, at which a step is skipped; None: no limit.
-        spike_at: Multiple of the running median at which a step is skipped; None: no limit. A good batch can have some
-            twenty times the median norm (1 of 900 did: SmolLM2 135M, LoRA).
-        max_skips: Skips in a row, ordinary overflows not counted, after which training stops with `GuardStop`.
+        explode_at: Norm, before clipping, above which a step is skipped; None for no limit.
+        spike_at: Multiple of the running median norm above which a step is skipped; None for no limit. A good batch can
+            have some twenty times the median norm (1 of 900 did: SmolLM2 135M, LoRA).
+        max_skips: Skips in a row after which training stops with `GuardStop`. Ordinary overflows and steps with zero
+            loss and gradients are not counted.
         min_scale: Loss scale below which an overflow is no longer ordinary.
-        check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
-        verbose: Say on stderr what was skipped.
+        check_parameters: Check for non-finite weights every this many steps; 0 for only after a non-finite batch.
+        verbose: Report skipped steps on stderr.
         black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
+
+    Raises:
+        InputError: An argument is not of its kind.
     """
 
     def __init__(
@@ -91,17 +96,17 @@ class GuardCallback(TrainerCallback, ExportableState):
         self._undo: list[Callable[[], None]] = []
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into a checkpoint."""
+        """Return the state that the Trainer writes into a checkpoint."""
         if self.judge is not None and not self.judge.open:
             self.saved = self.judge.state_dict()
         arguments = {**asdict(self.limits), "verbose": self.verbose}
         return {"args": arguments, "attributes": {"saved": self.saved, "boxed": self.boxed}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take hold of the Trainer that calls.
+        """Set up the guard on the calling Trainer.
 
         Raises:
-            InputError: DeepSpeed, FSDP1 or an optimizer accelerate did not prepare; see also `checks.check`.
+            InputError: DeepSpeed, FSDP1, or an optimizer that accelerate did not prepare; see also `checks.check`.
         """
         self._release()
         trainer = _caller(self)
@@ -110,12 +115,12 @@ class GuardCallback(TrainerCallback, ExportableState):
         if not isinstance(optimizer, AcceleratedOptimizer) or trainer.is_deepspeed_enabled:
             raise InputError(
                 f"GuardCallback: this Trainer steps a {type(optimizer).__name__}"
-                f"{' under DeepSpeed' if trainer.is_deepspeed_enabled else ''}, which skips by rules of its own; "
+                f"{' under DeepSpeed' if trainer.is_deepspeed_enabled else ''}, which the guard cannot make skip; "
                 "use DDP or FSDP2, or leave the callback out"
             )
         model: Any = trainer.model_wrapped
         inner = unwrapped(optimizer)
-        parameters = trained(model, inner)
+        parameters = trained_parameters(model, inner)
         warnings = check(model, inner, parameters, scaled=accelerator.scaler is not None)
         self.judge = Judge(
             parameters, self.limits, micro_batches=args.gradient_accumulation_steps, verbose=self.verbose
@@ -139,28 +144,31 @@ class GuardCallback(TrainerCallback, ExportableState):
         self._replace(trainer, EPOCH, self._epoch(trainer, model))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Judge what the Trainer clipped by another way (gradients on several meshes); blame is lost, safety is not."""
+        """Judge gradients that the Trainer clipped by another function (gradients on several meshes).
+
+        Non-finite gradients are found all the same; the reported norms are those after clipping.
+        """
         if self._facts is None and self.judge is not None and self.judge.open:
-            self._facts = self.judge.read(self.judge.weigh())
+            self._facts = self.judge.read(self.judge.decide())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let go, after a last look at the weights.
+        """Put the Trainer's methods back, and check the weights.
 
         Raises:
             GuardStop: A weight is not finite.
         """
         self._release()
         if self.judge is not None:
-            self.judge.confirm()
+            self.judge.require_finite_weights()
 
     def _backward(self, accelerator: Any, model: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         def backward(original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> None:
             original(loss, **kwargs)
             assert self.judge is not None  # noqa: S101 - set before this was installed
-            follow(self.judge, model, optimizer, scaled=accelerator.scaler is not None)
-            self.judge.note(loss)
+            update_parameters(self.judge, model, optimizer, scaled=accelerator.scaler is not None)
+            self.judge.add(loss)
             if self.recorder is not None:
-                self.recorder.noted(loss)
+                self.recorder.end_micro_batch(loss)
 
         return backward
 
@@ -174,7 +182,7 @@ class GuardCallback(TrainerCallback, ExportableState):
             if scaler is not None:
                 scale = scaler.scale(torch.ones((), device=accelerator.device))
                 scaler.unscale_(optimizer)
-            verdict = self.judge.weigh(scale)
+            verdict = self.judge.decide(scale)
             self._facts = self.judge.read(verdict)
             if self._facts.kind == "stepped":
                 clip_(verdict.grads, max_norm, verdict.norm)
@@ -187,11 +195,11 @@ class GuardCallback(TrainerCallback, ExportableState):
             facts, self._facts = self._facts, None
             if facts is None or self.judge is None:
                 raise InputError(
-                    "GuardCallback: the optimizer is about to step, and no loss came through accelerator.backward, so "
-                    "that nothing was judged; in your Trainer's training_step call self.accelerator.backward(loss) "
-                    "instead of loss.backward(), or leave the callback out"
+                    "GuardCallback: the optimizer is about to step, but no loss went through accelerator.backward, so "
+                    "nothing was judged; in your Trainer's training_step call self.accelerator.backward(loss) instead "
+                    "of loss.backward(), or leave the callback out"
                 )
-            window = self.recorder.window() if self.recorder is not None else None
+            window = self.recorder.end_window() if self.recorder is not None else None
             self._recent.append(facts)
             skipped = facts.kind == "skipped"
             given: Any = None
@@ -200,8 +208,8 @@ class GuardCallback(TrainerCallback, ExportableState):
             elif optimizer.scaler is not None:
                 optimizer.scaler.update()
             says_skipped(optimizer, skipped)
-            self.judge.look_at_parameters(facts)
-            conclude(self.recorder, window, self.judge, facts, optimizer.scaler)
+            self.judge.check_weights(facts)
+            record_and_raise(self.recorder, window, self.judge, facts, optimizer.scaler)
             return given
 
         return step
@@ -214,12 +222,12 @@ class GuardCallback(TrainerCallback, ExportableState):
 
     def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.judge is not None:
-            self.judge.confirm()
+            self.judge.require_finite_weights()
         return original(*args, **kwargs)
 
     def _epoch(self, trainer: Trainer, model: Any) -> Callable[..., Any]:
         def run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self not in trainer.callback_handler.callbacks:  # taken out after a training that raised at its start
+            if self not in trainer.callback_handler.callbacks:  # removed after a run that raised at its start
                 self._release()
                 return original(*args, **kwargs)
             done = False
@@ -244,7 +252,7 @@ class GuardCallback(TrainerCallback, ExportableState):
 
         live = [True]
 
-        @functools.wraps(original)  # with its attributes: a scheduler marks the step it has wrapped
+        @functools.wraps(original)  # copies attributes too: a scheduler marks the step it has wrapped
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs) if live[0] else original(*args, **kwargs)
 
@@ -253,7 +261,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         def undo() -> None:
             live[0] = False
             if owner.__dict__.get(name) is not replaced:
-                return  # somebody wrapped it since: theirs stays, ours inside it passes on
+                return  # other code wrapped it since: its wrapper stays, and ours inside it calls the original
             if kept is None:
                 del owner.__dict__[name]
             else:
@@ -286,10 +294,10 @@ def _figures(recent: list[Facts]) -> dict[str, float]:
 
 
 def _caller(callback: GuardCallback) -> Trainer:
-    """The Trainer whose training loop is calling: callbacks are told its model and optimizer, but not itself.
+    """Return the Trainer whose training loop is calling, from the call stack: callbacks are not passed it.
 
     Raises:
-        InputError: None is.
+        InputError: No Trainer is calling.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -298,5 +306,5 @@ def _caller(callback: GuardCallback) -> Trainer:
             return owner
         frame = frame.f_back
     raise InputError(
-        "GuardCallback: no Trainer is calling; pass it as callbacks=[GuardCallback()], or use Guard in your own loop"
+        "GuardCallback: no Trainer is calling it; pass it as callbacks=[GuardCallback()], or use Guard in your own loop"
     )

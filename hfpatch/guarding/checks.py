@@ -1,4 +1,4 @@
-"""What the guard refuses, or warns about, before the first step."""
+"""The guard's errors and warnings before the first step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hfpatch.model import wrapping
 from hfpatch.model.walk import peek
 
 STRAY = "not the model's: parameter of the optimizer"
-"""Begins the name of a parameter that the optimizer holds and the model does not."""
+"""Prefix of the name of a parameter that the optimizer holds and the model does not."""
 
 
-def held(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
-    """An optimizer's parameters, by identity."""
+def parameters_by_id(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Return an optimizer's parameters, by id."""
     return {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Parameters whose gradients are judged: the optimizer's; the model's first, in its order."""
-    mine = held(optimizer)
-    found = {plain(name): p for name, p in model.named_parameters() if id(p) in mine}
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters, by name: first those of the model in its order, then any others."""
+    mine = parameters_by_id(optimizer)
+    found = {clean_name(name): p for name, p in model.named_parameters() if id(p) in mine}
     known = {id(p) for p in found.values()}
     strays = {f"{STRAY} {i}": p for i, (key, p) in enumerate(mine.items()) if key not in known}
     return found | strays
@@ -40,13 +40,16 @@ def check(
     *,
     scaled: bool,
 ) -> tuple[str, ...]:
-    """Refuse what cannot train, and return warnings about what may not.
+    """Raise if this combination cannot be guarded, and return warnings about it.
 
     Args:
-        model: What is trained.
-        optimizer: Torch's own, unwrapped.
-        parameters: What `trained` found.
-        scaled: Whether a GradScaler is at work.
+        model: The model that is trained.
+        optimizer: The torch optimizer, unwrapped.
+        parameters: The result of `trained_parameters`.
+        scaled: True if a GradScaler is used.
+
+    Returns:
+        The warnings, as sentences.
 
     Raises:
         InputError: The optimizer holds none of the model's parameters, or steps by a closure; sparse gradients; a
@@ -56,51 +59,51 @@ def check(
     if all(name.startswith(STRAY) for name in parameters):
         raise InputError(
             f"guard: {type(optimizer).__name__} holds {len(parameters)} parameters, none of them of this "
-            f"{type(model).__name__}, which would never train; make the optimizer from the model that is called, after "
-            "it was copied, loaded or sharded"
+            f"{type(model).__name__}, which would not be trained; create the optimizer from the model that is called, "
+            "after it was copied, loaded or sharded"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(
-            f"guard: {type(optimizer).__name__} calls the model again inside its step, where nothing can be judged; "
+            f"guard: {type(optimizer).__name__} calls the model again inside its step, where the guard cannot decide; "
             "use an optimizer that steps on gradients, such as AdamW"
         )
-    mine = held(optimizer)
+    mine = parameters_by_id(optimizer)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in mine:
             raise InputError(
-                f"guard: {plain(name) or type(module).__name__} gives sparse gradients (sparse=True), whose norm torch "
-                "does not take; make it with sparse=False, or train it with an optimizer of its own"
+                f"guard: {clean_name(name) or type(module).__name__} has sparse gradients (sparse=True), whose norm "
+                "torch cannot compute; make it with sparse=False, or train it with a separate optimizer"
             )
         if type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
             raise InputError(
-                f"guard: {type(module).__name__} keeps gradients in flat buffers of its own, whose norms and shards "
-                "the guard cannot tell; use torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
+                f"guard: {type(module).__name__} keeps gradients in flat buffers, in which the guard cannot tell "
+                "parameters and shards; use torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
             )
     names = {id(p): n for n, p in parameters.items()}
     for number, eps, name, dtype in zero_eps(optimizer.param_groups, names):
         smallest = torch.finfo(dtype).smallest_normal
         raise InputError(
             f"guard: {type(optimizer).__name__} has eps={eps:g} in parameter group {number}, which is 0 in "
-            f"{dtype} of {name}: after a small gradient {_then(optimizer)}, while the norm looks healthy. Train them "
-            f"in float32, or set eps of at least {smallest:g}"
+            f"{dtype} of {name}: after a small gradient {_then(optimizer)}, while the norm looks normal. Train these "
+            f"parameters in float32, or set an eps of at least {smallest:g}"
         )
     if scaled:
         for name, parameter in parameters.items():
-            if parameter.requires_grad and not unscales(parameter.device, parameter.dtype):
+            if parameter.requires_grad and not can_unscale(parameter.device, parameter.dtype):
                 dtype = dtype_name(parameter.dtype)
                 raise InputError(
                     f"guard: {name} is {dtype} and trains under a GradScaler, which cannot unscale {dtype} gradients "
-                    f"on {parameter.device.type}; keep what trains in float32 (parameter.data = parameter.data.float(),"
-                    " or PEFT's autocast_adapter_dtype=True) and let autocast compute in float16"
+                    f"on {parameter.device.type}; keep trained parameters in float32 (parameter.data = "
+                    "parameter.data.float(), or PEFT's autocast_adapter_dtype=True) and let autocast compute in float16"
                 )
     return (*_outside(model, optimizer, parameters), *_warnings(model, scaled=scaled))
 
 
 def _then(optimizer: torch.optim.Optimizer) -> str:
     if any(group.get("fused") for group in optimizer.param_groups):
-        return "a fused step goes many times its learning rate"
-    return "a step divides by 0 and the weights are not finite"
+        return "a fused step is many times the learning rate"
+    return "a step divides by 0 and the weights become non-finite"
 
 
 def _outside(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> Iterator[str]:
@@ -109,11 +112,11 @@ def _outside(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dic
         yield (
             f"guard: {len(strays)} of {len(parameters)} parameters that {name} holds are not this "
             f"{type(model).__name__}'s (first: its parameter {strays[0].removeprefix(STRAY).strip()}); they are judged "
-            "with the others. If they are of no second model, make the optimizer anew, after the model was copied, "
-            "loaded or sharded"
+            "with the others. If they do not belong to a second model, create the optimizer after the model was "
+            "copied, loaded or sharded"
         )
-    mine = held(optimizer)
-    if left := [plain(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
+    mine = parameters_by_id(optimizer)
+    if left := [clean_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]:
         yield (
             f"guard: {len(left)} parameters of {type(model).__name__} require gradients and are not in {name} "
             f"({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}): they are neither judged nor clipped here; "
@@ -122,16 +125,16 @@ def _outside(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dic
 
 
 def zero_eps(groups: Iterable[dict[str, Any]], names: dict[int, str]) -> Iterator[tuple[int, float, str, torch.dtype]]:
-    """Parameter groups whose eps is 0 in the dtype of a parameter: number, eps, first such parameter, its dtype.
+    """Yield parameter groups whose eps is 0 in the dtype of a parameter: index, eps, first such parameter, its dtype.
 
     Args:
-        groups: As an optimizer has them.
-        names: Of the parameters, by identity.
+        groups: The parameter groups of an optimizer.
+        names: Names of the parameters, by id.
     """
     for number, group in enumerate(groups):
         eps: Any = group.get("eps")
         if not isinstance(eps, float) or eps == 0.0:
-            continue  # a pair (Adafactor), none (SGD), or 0 by the caller's own wish
+            continue  # a pair (Adafactor), none (SGD), or 0 set by the caller
         for parameter in group["params"]:
             if parameter.is_floating_point() and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0:
                 yield number, eps, names[id(parameter)], parameter.dtype
@@ -139,10 +142,10 @@ def zero_eps(groups: Iterable[dict[str, Any]], names: dict[int, str]) -> Iterato
 
 
 @cache
-def unscales(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a GradScaler takes gradients of a dtype on a device: tried, on one number.
+def can_unscale(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a GradScaler can unscale gradients of a dtype on a device; tried with one number.
 
-    Never float16; bfloat16 on the CPU, and on CUDA devices by the version of torch.
+    float16 is never possible; bfloat16 is on the CPU, and on CUDA devices with some versions of torch.
     """
     if device.type == "meta" or dtype not in (torch.float16, torch.bfloat16):
         return True
@@ -158,8 +161,8 @@ def unscales(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def quantised(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of quantised layers, and of those among them that compute in float16 by their own setting."""
-    layers = [(plain(n), m) for n, m in model.named_modules() if _is_quantised(m)]
+    """Return the names of quantised layers, and of those among them whose `compute_dtype` is float16."""
+    layers = [(clean_name(n), m) for n, m in model.named_modules() if _is_quantised(m)]
     half = [n for n, m in layers if getattr(m, "compute_dtype", None) == torch.float16]
     return [n for n, _ in layers], half
 
@@ -169,13 +172,13 @@ def _warnings(model: nn.Module, *, scaled: bool) -> Iterator[str]:
     if half:
         yield (
             f"guard: {len(half)} quantised layers compute in float16 ({half[0]} first), which overflows where "
-            "bfloat16 does not; load with bnb_4bit_compute_dtype=torch.bfloat16, or torch.float32 where the card "
-            "has no bfloat16"
+            "bfloat16 does not; load with bnb_4bit_compute_dtype=torch.bfloat16, or torch.float32 if the GPU has no "
+            "bfloat16"
         )
     elif layers and scaled:
         yield (
             f"guard: {len(layers)} quantised layers ({layers[0]} first) run under float16 autocast "
-            "(a GradScaler is at work), which overflows where bfloat16 does not; train with bf16=True, or without "
+            "(a GradScaler is used), which overflows where bfloat16 does not; train with bf16=True, or without "
             "mixed precision and with bnb_4bit_compute_dtype=torch.float32"
         )
 
@@ -187,6 +190,6 @@ def _is_quantised(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and (hasattr(weight, "quant_state") or not weight.is_floating_point())
 
 
-def plain(name: str) -> str:
-    """A name without what DDP, FSDP1, torch.compile and checkpointing put into it."""
+def clean_name(name: str) -> str:
+    """Return a name without the prefixes that DDP, FSDP1, torch.compile and checkpointing add."""
     return wrapping.plain(name, "module")

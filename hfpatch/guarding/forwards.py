@@ -1,4 +1,4 @@
-"""What a model's forward does with what a Trainer passes: `num_items_in_batch`, and activation checkpointing."""
+"""How a model's forward works with a Trainer: the loss with `num_items_in_batch`, and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hfpatch.compat import hooks
 from hfpatch.compat.checkpointing import is_reentrant
 from hfpatch.errors import InputError
-from hfpatch.guarding.checks import plain
+from hfpatch.guarding.checks import clean_name
 from hfpatch.model.code import tree_of
 from hfpatch.model.source import REJECTIONS
 
@@ -31,19 +31,28 @@ _LOSS = re.compile(r"loss|cross_entropy|nll|criterion|ctc", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Swallowed:
-    """A forward that takes `num_items_in_batch` and does not divide its loss by it; `measured`, or read in its code."""
+class UndividedLoss:
+    """A forward that takes `num_items_in_batch` and does not divide its loss by it.
+
+    Attributes:
+        reason: How it was found.
+        measured: True if the loss was computed; False if the code was read.
+    """
 
     reason: str
     measured: bool
 
 
-def swallows_items(model: nn.Module, batch: Mapping[str, Any] | None) -> Swallowed | None:
-    """Whether a Trainer would pass `num_items_in_batch` to a loss that does not change with it.
+def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> UndividedLoss | None:
+    """Return the forward to which a Trainer would pass `num_items_in_batch` and whose loss does not depend on it.
 
     Args:
-        model: Inside all wrappers.
-        batch: With `labels`: the loss is computed twice. Without it, or on meta, the code of forward is read.
+        model: The model inside all wrappers.
+        batch: A batch with `labels`, on which the loss is computed twice; if None, or if the model is on meta, the
+            code of forward is read.
+
+    Returns:
+        The forward; None if its loss depends on it, or if that cannot be told.
 
     Raises:
         InputError: The model cannot be run on the batch.
@@ -58,9 +67,9 @@ def swallows_items(model: nn.Module, batch: Mapping[str, Any] | None) -> Swallow
     count = int((labels != -100).sum())
     losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [None]
     first = losses[0]
-    if not first or not math.isfinite(first) or first != losses[1]:  # a loss of 0 says nothing
+    if not first or not math.isfinite(first) or first != losses[1]:  # a loss of 0 does not tell
         return None
-    return Swallowed(f"its loss on this batch is {first:.4g} for {count} tokens as for {2 * count}", measured=True)
+    return UndividedLoss(f"its loss on this batch is {first:.4g} for {count} tokens as for {2 * count}", measured=True)
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:
@@ -77,7 +86,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     device = _device(model)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     modes = {m: m.training for m in model.modules()}
-    model.eval()  # neither dropout nor running statistics
+    model.eval()  # no dropout, no update of running statistics
     try:
         return model(**moved)
     except REJECTIONS as error:
@@ -91,13 +100,13 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def _catch_all(cls: type[nn.Module]) -> str | None:
-    """Name of the `**kwargs` of a class's forward."""
+    """Return the name of the `**kwargs` of a class's forward; None without."""
     parameters = inspect.signature(cls.forward).parameters.values()
     return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
 
 
-def _read(model: nn.Module) -> Swallowed | None:
-    """What the code of forward says; None where it divides the loss, or where that cannot be told."""
+def _read(model: nn.Module) -> UndividedLoss | None:
+    """Read the code of forward; return None if it divides the loss, or if that cannot be told."""
     cls = type(model)
     catch_all = _catch_all(cls)
     tree = tree_of(cls.forward)
@@ -111,12 +120,12 @@ def _read(model: nn.Module) -> Swallowed | None:
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     handed = [c for c in calls if any(k.arg is None and _names(k.value, catch_all) for k in c.keywords)]
     if catch_all not in words:
-        return Swallowed(f"{cls.__name__}.forward never looks at its **{catch_all}", measured=False)
+        return UndividedLoss(f"{cls.__name__}.forward never looks at its **{catch_all}", measured=False)
     if not handed or any(_LOSS.search(_callee(c)) for c in handed):
         return None
     if any(_LOSS.search(_callee(c)) for c in calls):
         text = f"{cls.__name__}.forward computes its loss without its **{catch_all}"
-        return Swallowed(text, measured=False)
+        return UndividedLoss(text, measured=False)
     inner = [_attribute(model, c.func) for c in handed]
     if any(m is None or _catch_all(type(m)) is None for m in inner):
         return None
@@ -138,7 +147,7 @@ def _callee(call: ast.Call) -> str:
 
 
 def _attribute(model: nn.Module, node: ast.AST) -> nn.Module | None:
-    """The module that `self.a.b` names."""
+    """Return the module that an expression such as `self.a.b` names; None for any other."""
     if isinstance(node, ast.Name):
         return model if node.id == "self" else None
     if not isinstance(node, ast.Attribute) or (owner := _attribute(model, node.value)) is None:
@@ -149,9 +158,12 @@ def _attribute(model: nn.Module, node: ast.AST) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Cut:
-    """Layers under reentrant checkpointing whose inputs require no gradient: a backward pass ends before them.
+    """Layers under reentrant checkpointing whose inputs require no gradient, so backward does not reach them.
 
-    `first` is the first of them, `tensors` of their parameters are to be trained.
+    Attributes:
+        first: Path of the first of these layers.
+        tensors: Number of their parameters that require a gradient.
+        measured: True if the model was run on a batch.
     """
 
     first: str
@@ -159,21 +171,22 @@ class Cut:
     measured: bool
 
 
-def cut_off(
+def cut_stacks(
     model: nn.Module, inner: nn.Module, settings: Settings | None, batch: Mapping[str, Any] | None
 ) -> list[Cut]:
-    """Stacks of layers that reentrant checkpointing would cut off.
+    """Return the stacks of layers that reentrant checkpointing would cut off from the backward pass.
 
     Args:
-        model: As it is trained.
-        inner: Inside all wrappers.
-        settings: Of a Trainer that turns checkpointing on.
-        batch: Run once, to see what comes into the layers. Without it: what of the model trains before them.
+        model: The model as it is trained.
+        inner: The model inside all wrappers.
+        settings: The training arguments; None if none were passed.
+        batch: A batch on which the model is run once, to see whether the inputs of the layers require gradients. If
+            None, that is told from the parameters that train before the layers.
 
     Raises:
         InputError: The model cannot be run on the batch.
     """
-    layers = [(plain(n), m) for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [(clean_name(n), m) for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     stacks: dict[str, list[tuple[str, GradientCheckpointingLayer]]] = {}
     for name, layer in layers:
         if _reentrant(layer, settings):
@@ -205,12 +218,12 @@ def _trainable(layers: list[tuple[str, GradientCheckpointingLayer]]) -> int:
 
 
 def _reached(inner: nn.Module, stacks: dict[str, list[Any]], batch: Mapping[str, Any]) -> set[str]:
-    """Stacks whose first call gets a tensor that requires a gradient, or that are not called."""
+    """Return the stacks whose first call gets a tensor that requires a gradient, and those that are not called."""
     seen: dict[str, bool] = {}
 
     def look_at(stack: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            # only positional arguments: the reentrant implementation sees no others
+            # only positional arguments count for the reentrant implementation
             seen.setdefault(stack, any(isinstance(a, torch.Tensor) and a.requires_grad for a in args))
 
         return look
@@ -226,7 +239,7 @@ def _reached(inner: nn.Module, stacks: dict[str, list[Any]], batch: Mapping[str,
 
 
 def _trains_before(model: nn.Module, inner: nn.Module, layers: list[tuple[str, GradientCheckpointingLayer]]) -> bool:
-    """Whether something trains that is neither in the layers nor in a head, or a hook makes the inputs train."""
+    """True if a parameter outside of the layers and the head trains, or a hook makes the inputs require gradients."""
     if any(
         "require_grad" in getattr(h, "__name__", "") for m in model.modules() for h in hooks.hooks_of(m)[1].values()
     ):

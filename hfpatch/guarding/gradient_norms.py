@@ -1,4 +1,4 @@
-"""Gradient norms in float32, of plain, half-precision and sharded tensors; clipping by a norm that is known."""
+"""Gradient norms in float32, of plain, half-precision and sharded tensors; clipping by a given norm."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def piece(tensor: Tensor, world: int) -> tuple[Tensor, float, bool]:
-    """What this rank holds of a tensor.
+def local_part(tensor: Tensor, world: int) -> tuple[Tensor, float, bool]:
+    """Return this rank's part of a tensor.
 
     Args:
-        tensor: A plain tensor, which every rank holds a copy of, or a DTensor.
-        world: Ranks that are summed over.
+        tensor: A plain tensor, of which every rank holds a copy, or a DTensor.
+        world: Number of ranks that are summed over.
 
     Returns:
-        The local part, the weight with which its sum of squares counts in a sum over all ranks, and whether it is
-        a part only. A shard that k ranks hold copies of counts 1/k.
+        The local part; the weight of its sum of squares in a sum over all ranks (1/k if k ranks hold the same part);
+        and True if the tensor is a DTensor that is not partial, so that the part may be a shard.
     """
-    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no DTensors
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return tensor, 1.0 / world, False
     sharded: Any = tensor
@@ -38,13 +38,13 @@ def piece(tensor: Tensor, world: int) -> tuple[Tensor, float, bool]:
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each tensor, summed in float32 (float64 tensors: in float64), on the first tensor's device.
+    """Return the L2 norm of each tensor, summed in float32 (float64 tensors: in float64), on the first one's device.
 
     Args:
-        tensors: At least one.
+        tensors: At least one tensor.
 
     Returns:
-        `[len(tensors)]`.
+        The norms, `[len(tensors)]`.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -65,9 +65,9 @@ def clip_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale local gradients in place as `torch.nn.utils.clip_grads_with_norm_` does, without a host read.
 
     Args:
-        tensors: Local parts.
-        max_norm: Largest norm; infinity leaves them as they are.
-        norm: Their total norm, 0-dim.
+        tensors: This rank's parts of the gradients.
+        max_norm: Norm to clip to; with infinity they stay as they are.
+        norm: The total norm of all gradients, 0-dim.
     """
     if math.isinf(max_norm) or not tensors:
         return

@@ -12,12 +12,12 @@ from hfpatch.compat.accelerate import says_skipped
 from hfpatch.compat.optimizers import skips_itself
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
-from hfpatch.guarding.checks import check, held, trained
+from hfpatch.guarding.checks import check, parameters_by_id, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.judge import Judge, Verdict, check_loss
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts, Outcome
-from hfpatch.guarding.recorder import BOX, Box, conclude
+from hfpatch.guarding.recorder import BOX, Box, record_and_raise
 from hfpatch.model.walk import root_module
 from hfpatch.report import say
 
@@ -32,51 +32,50 @@ GROUP = having("a process group", "rank", "size")
 
 
 class Guard:
-    """Does, for each batch: backward, unscale, judge, clip, step or skip, update the scale, schedule, zero.
+    """For each batch: backward, unscale, decide, clip, step or skip, update the scale, schedule, zero the gradients.
 
         guard = hfpatch.Guard(model, optimizer, scheduler)
         for batch in loader:
             outcome = guard.step(model(**batch).loss)
 
-    A skipped batch changes neither weights nor optimizer state nor schedule. On the CPU, and with optimizers that
-    cannot skip by themselves, the decision is read by the host once a step. Where the gradients are on a CUDA
-    device and the optimizer is fused, it stays there: the optimizer gets it as `found_inf`, and the host learns it
-    one step late, before the next optimizer step, which is when it is needed: the scheduler is then stepped, a
-    skip is reported, and `GuardStop` raised. `settle()` asks for it earlier.
+    A skipped batch changes neither weights nor optimizer state nor schedule. The host reads the decision once per step,
+    except with a fused optimizer on CUDA: the optimizer gets the decision as `found_inf`, and the host reads it at the
+    next `step` or `settle()`. The scheduler is stepped, a skip reported and `GuardStop` raised only then.
 
-    A skip under a GradScaler lowers the scale once if the gradients were not finite, as torch does. Running
-    statistics (BatchNorm) were written by the forward already and cannot be taken back.
+    A skip under a GradScaler lowers the scale once if the gradients were not finite, as in torch. Running statistics
+    (BatchNorm) were updated by the forward pass already and are not restored.
 
-    Judged, clipped and zeroed is what the optimizer holds, also what joins it later. A model with two optimizers has
-    two guards: one backward, then `check_and_step` of each (not under one GradScaler, which each would update).
+    The guard judges, clips and zeroes the gradients of the parameters in the optimizer, including those added later. A
+    model with two optimizers needs two guards: one backward, then `check_and_step` of each (but not with one shared
+    GradScaler, which each guard would update).
 
-    Over several ranks the guard must be made on every rank, after the model was wrapped, and `step` called equally
-    often everywhere; one all-reduce a step makes the decision common.
+    Over several ranks the guard must be made on every rank, after the model was wrapped, and `step` must be called
+    equally often on all of them; one all-reduce per step gives all ranks the same decision.
 
     Args:
-        model: What is trained, wrapped as it is called (DDP, `fully_shard`, `accelerator.prepare`).
+        model: The model that is trained, wrapped as it is called (DDP, `fully_shard`, `accelerator.prepare`).
         optimizer: A torch optimizer, or one that accelerate prepared.
-        scheduler: Stepped after each step that was taken. None: step it yourself.
+        scheduler: Stepped after each step that was not skipped; None if you step it yourself.
         scaler: A `torch.amp.GradScaler`; accelerate's own is found.
-        accelerator: Runs backward, and says by `sync_gradients` where a window ends (`accelerator.accumulate`).
-        max_grad_norm: Norm to clip to; None: no clipping.
-        explode_at: Norm, before clipping, at which a step is skipped; None: no limit.
-        accumulation_steps: Micro-batches in a step, without an accelerator.
-        spike_at: Multiple of the running median (64 good steps, from the 16th on) at which a step is skipped; None:
-            no limit. A good batch can have some twenty times the median norm (1 of 900 did: SmolLM2 135M, LoRA).
-        divide_loss: Divide each loss by the number of micro-batches. False where losses are shares of the window's
-            already (sum over tokens, divided by `num_items_in_batch` of the whole window).
-        max_skips: Skips in a row, ordinary overflows not counted, after which training stops.
+        accelerator: Runs backward; its `sync_gradients` marks the end of a window (`accelerator.accumulate`).
+        max_grad_norm: Norm to clip to; None for no clipping.
+        explode_at: Norm, before clipping, above which a step is skipped; None for no limit.
+        accumulation_steps: Micro-batches per step, without an accelerator.
+        spike_at: Multiple of the median norm (last 64 good steps, once there are 16) above which a step is skipped;
+            None for no limit. A good batch can have some twenty times the median (1 of 900 did: SmolLM2 135M, LoRA).
+        divide_loss: Divide each loss by the number of micro-batches. False if losses are already shares of the
+            window's loss (sum over tokens, divided by `num_items_in_batch` of the whole window).
+        max_skips: Skips in a row after which training stops, without ordinary overflows and zero-gradient steps.
         min_scale: Loss scale below which an overflow is no longer ordinary.
-        check_parameters: Look for non-finite weights every so many steps; 0: only after a non-finite batch.
-        on_device: Keep the decision on the device; None: where it pays. True needs a fused optimizer, and no SGD with
-            momentum.
-        group: Ranks that decide together; None is all of them.
+        check_parameters: Check for non-finite weights every this many steps; 0 for only after a non-finite batch.
+        on_device: Keep the decision on the device; None: if the optimizer is fused and all parameters are on CUDA. True
+            needs a fused optimizer other than SGD with momentum.
+        group: Process group of the ranks that decide together; None for all ranks.
         black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
-        verbose: Say on stderr what was skipped.
+        verbose: Report skipped steps on stderr.
 
     Attributes:
-        warnings: What was warned about at construction.
+        warnings: The warnings at construction.
 
     Raises:
         InputError: See `hfpatch.guarding.checks.check`; a scheduler that needs a metric; contradicting arguments.
@@ -122,7 +121,7 @@ class Guard:
         self.optimizer = unwrapped(optimizer)
         scaler = scaler if scaler is not None else getattr(optimizer, "scaler", None)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        parameters = trained(model, self.optimizer)
+        parameters = trained_parameters(model, self.optimizer)
         self.warnings = check(model, self.optimizer, parameters, scaled=self.scaler is not None)
         self.on_device = _keeps_on_device(self.optimizer, parameters, on_device)
         self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
@@ -137,10 +136,12 @@ class Guard:
         """Backward, then `check_and_step`.
 
         Args:
-            loss: Of this micro-batch, as the model gave it, 0-dim; never replaced.
-            tokens: Supervised tokens in it, if you know. Without it a micro-batch counts as empty where its loss is
-                NaN or 0 and no gradient moved; over several ranks, where gradients are averages, only if that is so
-                on all of them.
+            loss: Loss of this micro-batch, as the model returned it, one number.
+            tokens: Number of supervised tokens in it, if known. Without it a micro-batch counts as empty if its loss is
+                NaN or 0 and no gradient changed; over several ranks, only if that holds on all of them.
+
+        Returns:
+            The outcome. If the decision is on a device, reading the outcome waits for it.
 
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
@@ -149,8 +150,8 @@ class Guard:
         check_loss(loss, tokens)
         if not loss.requires_grad:
             raise InputError(
-                "guard: this loss has no graph (detached, made under no_grad, or from nothing that trains), so that "
-                "backward() has nowhere to go; pass what the model gave"
+                "guard: this loss has no autograd graph (it is detached, was made under no_grad, or depends on no "
+                "trained parameter), so backward() cannot run; pass the loss that the model returned"
             )
         share = loss / self.accumulation_steps if self.divide_loss and self.accumulation_steps > 1 else loss
         if self.accelerator is not None:
@@ -163,10 +164,10 @@ class Guard:
         return self.check_and_step(share, tokens=tokens)
 
     def check_and_step(self, loss: Tensor, *, tokens: Tensor | int | None = None) -> Outcome:
-        """For those who call backward themselves: everything after it. Do not unscale, clip, step or zero as well.
+        """Do everything after backward, if you call backward yourself. Do not unscale, clip, step or zero in addition.
 
         Args:
-            loss: What backward was called on, before `scaler.scale`; with accumulation, this micro-batch's share.
+            loss: The loss of backward, before `scaler.scale`; with accumulation, this micro-batch's share.
             tokens: As for `step`.
 
         Raises:
@@ -174,10 +175,10 @@ class Guard:
         """
         check_loss(loss, tokens)
         self._catch_up()
-        follow(self.judge, self.model, self.optimizer, scaled=self.scaler is not None)
-        self.judge.note(loss, tokens)
+        update_parameters(self.judge, self.model, self.optimizer, scaled=self.scaler is not None)
+        self.judge.add(loss, tokens)
         if self.recorder is not None:
-            self.recorder.noted(loss)
+            self.recorder.end_micro_batch(loss)
         self._micro += 1
         if not self._window_ends():
             return Outcome(Facts(self.judge.ledger.steps + 1, "accumulating"))
@@ -186,59 +187,59 @@ class Guard:
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=loss.device))
             self.scaler.unscale_(self.optimizer)
-        verdict = self.judge.weigh(scale)
-        window = self.recorder.window() if self.recorder is not None else None
+        verdict = self.judge.decide(scale)
+        window = self.recorder.end_window() if self.recorder is not None else None
         return self._act_on_device(verdict, window) if self.on_device else self._act_on_host(verdict, window)
 
     def settle(self) -> None:
-        """Wait for the last step's decision, act on it, and look at the weights: the end of a run.
+        """Wait for the last step's decision, act on it, and check the weights; call it at the end of a run.
 
-        Where parameters are sharded over ranks, call it on all of them.
+        If parameters are sharded over ranks, call it on all ranks.
 
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
         """
         self._catch_up()
-        self.judge.confirm()
+        self.judge.require_finite_weights()
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far, named `guard/...`."""
-        self._learn()
+        """Return the counts so far, named `guard/...`."""
+        self._fetch_decision()
         return self.judge.ledger.totals()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values that JSON holds. Save model, optimizer, scheduler and scaler beside it, before it or after.
+        """Return the state as plain values for JSON. Save model, optimizer, scheduler and scaler with it.
 
-        The schedule stays where it is: if it is to be stepped for the last decision, that is in the state. Where
-        parameters are sharded over ranks, call it on all of them.
+        The scheduler is not stepped: if a step for the last decision is outstanding, the state says so. If parameters
+        are sharded over ranks, call it on all ranks.
 
         Raises:
-            GuardStop: A weight is not finite: keep the checkpoint before. Or too many skips in a row.
-            InputError: In the middle of an accumulation window.
+            GuardStop: A weight is not finite (keep the previous checkpoint), or too many skips in a row.
+            InputError: Called in the middle of an accumulation window.
         """
-        self._learn()
-        self.judge.confirm()
+        self._fetch_decision()
+        self.judge.require_finite_weights()
         return {**self.judge.state_dict(), "owed": self._owed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         self.judge.load_state_dict(saved)
         self._owed = saved.get("owed")
 
-    def _learn(self) -> None:
-        """Fetch the last decision if it is still on the device; what the schedule is owed for it is kept."""
+    def _fetch_decision(self) -> None:
+        """Fetch the last decision if it is still on the device, and note whether the scheduler is to be stepped."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         *report, ruined = pending.figures()
         pending.facts = self.judge.read(pending.verdict, report)
-        self.judge.condemn(ruined=bool(ruined))
+        self.judge.stop_for_weights(ruined=bool(ruined))
         self._owed = pending.facts.kind == "stepped"
-        window, pending.window = pending.window, None  # the caller may keep the outcome
-        conclude(self.recorder, window, self.judge, pending.facts, self.scaler)
+        window, pending.window = pending.window, None  # released, because the caller may keep the outcome
+        record_and_raise(self.recorder, window, self.judge, pending.facts, self.scaler)
 
     def _catch_up(self) -> None:
-        self._learn()
+        self._fetch_decision()
         if self._owed is not None:
             owed, self._owed = self._owed, None
             self._schedule(stepped=owed)
@@ -256,8 +257,8 @@ class Guard:
             self.optimizer.step()
         self._close(verdict)
         self._schedule(stepped=stepped)
-        self.judge.look_at_parameters(facts)
-        conclude(self.recorder, window, self.judge, facts, self.scaler)
+        self.judge.check_weights(facts)
+        record_and_raise(self.recorder, window, self.judge, facts, self.scaler)
         return Outcome(facts)
 
     def _act_on_device(self, verdict: Verdict, window: Any) -> Outcome:
@@ -269,12 +270,12 @@ class Guard:
         finally:
             del fused.grad_scale, fused.found_inf
         self._close(verdict)
-        self._pending = pending = _Pending(verdict, self.judge.look_at_parameters(None), window)
+        self._pending = pending = _Pending(verdict, self.judge.check_weights(None), window)
 
         def facts() -> Facts:
             if pending.facts is None:
                 self._catch_up()
-            assert pending.facts is not None  # noqa: S101 - it sets it before it can raise
+            assert pending.facts is not None  # noqa: S101 - _catch_up sets it before it can raise
             return pending.facts
 
         return Outcome(facts)
@@ -296,7 +297,7 @@ class Guard:
 
 
 class _Pending:
-    """A verdict on its way to the host, and what the black box keeps of the window until it is there."""
+    """A verdict that is being copied to the host, and the window that the black box keeps until then."""
 
     def __init__(self, verdict: Verdict, ruined: Tensor | None, window: Any) -> None:
         self.verdict = verdict
@@ -307,7 +308,7 @@ class _Pending:
         flag = torch.zeros_like(report[:1]) if ruined is None else ruined.to(report).reshape(1)
         self._report = torch.cat([report, flag])
         if report.is_cuda:
-            # a plain read would wait for everything queued since; the copy is waited for alone
+            # a plain read would also wait for everything queued since; this waits for the copy only
             host = torch.empty(self._report.shape, dtype=report.dtype, pin_memory=True)
             self._report = host.copy_(self._report, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -320,10 +321,10 @@ class _Pending:
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Torch's own optimizer in one that accelerate prepared.
+    """Return the torch optimizer inside one that accelerate prepared.
 
     Raises:
-        InputError: There is none.
+        InputError: There is no torch optimizer.
     """
     inner: Any = optimizer
     while type(inner).__module__.startswith("accelerate."):
@@ -335,16 +336,16 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def follow(judge: Judge, model: nn.Module, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
-    """Have the parameters judged that an optimizer holds now, if it gained or lost some.
+def update_parameters(judge: Judge, model: nn.Module, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
+    """Pass the optimizer's parameters to the judge if the optimizer has gained or lost some.
 
     Raises:
         InputError: See `hfpatch.guarding.checks.check`.
     """
-    if held(optimizer).keys() != judge.ids:
-        parameters = trained(model, optimizer)
+    if parameters_by_id(optimizer).keys() != judge.ids:
+        parameters = trained_parameters(model, optimizer)
         check(model, optimizer, parameters, scaled=scaled)
-        judge.follow(parameters)
+        judge.set_parameters(parameters)
 
 
 def _keeps_on_device(
@@ -354,15 +355,15 @@ def _keeps_on_device(
     if fused and isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
         if wanted:
             raise InputError(
-                "guard: on_device=True, but SGD with momentum cannot skip by itself: where its first step is skipped, "
+                "guard: on_device=True, but SGD with momentum cannot skip by itself: if its first step is skipped, "
                 "torch leaves the momentum uninitialised; use momentum=0 or fused AdamW, or leave on_device out: the "
-                "host then reads the decision once a step"
+                "host then reads the decision once per step"
             )
         return False
     if wanted and not fused:
         raise InputError(
-            f"guard: on_device=True, but {type(optimizer).__name__} cannot skip by itself; pass fused=True to the "
-            "optimizer, or leave on_device out: the host then reads the decision once a step"
+            f"guard: on_device=True, but this {type(optimizer).__name__} cannot skip by itself; pass fused=True to the "
+            "optimizer, or leave on_device out: the host then reads the decision once per step"
         )
     if wanted is None:
         return fused and all(p.device.type == "cuda" for p in parameters.values())
@@ -384,7 +385,7 @@ def _check_arguments(
     if accelerator is not None and accumulation_steps not in (1, accelerator.gradient_accumulation_steps):
         raise InputError(
             f"guard: accumulation_steps={accumulation_steps}, but the accelerator accumulates "
-            f"{accelerator.gradient_accumulation_steps}; leave it out, the accelerator's counts"
+            f"{accelerator.gradient_accumulation_steps}; leave accumulation_steps= out, the accelerator's is used"
         )
     numbers = {
         "accumulation_steps": accumulation_steps,

@@ -1,4 +1,4 @@
-"""A hazard, and all that were found, as plain values."""
+"""The hazards that were found, as plain values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hfpatch.report import Sheet
 
 @dataclass(frozen=True)
 class Hazard:
-    """One thing that goes wrong.
+    """One hazard.
 
     Attributes:
         id: Short name, for scripts.
-        certain: It will; else it may.
-        reason: Why, with what was found and where.
+        certain: True if it is certain to happen; False if it may.
+        reason: The cause, with what was found and where.
         change: What to change.
     """
 
@@ -27,7 +27,7 @@ class Hazard:
 
     @property
     def likelihood(self) -> str:
-        """In words."""
+        """`certain` or `may happen`."""
         return "certain" if self.certain else "may happen"
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ class Hazard:
 
 @dataclass(frozen=True)
 class Hazards:
-    """What `check` found; true if that is anything, and it prints itself as a table.
+    """The result of `check`: true if there is a hazard; prints itself as a table.
 
     Attributes:
-        model: What was looked at, in words.
-        hazards: In the order in which they would be met.
-        remarks: Sentences: what is not wrong but good to know, and what could not be judged.
+        model: Class of the model, and its mixed precision.
+        hazards: The hazards found.
+        remarks: Sentences on facts that are good to know, and on what was not checked.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Hazards:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Of the hazards."""
+        """The ids of the hazards."""
         return tuple(h.id for h in self.hazards)
 
     def __bool__(self) -> bool:
@@ -63,11 +63,11 @@ class Hazards:
         return iter(self.hazards)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: `{"model", "hazards": [{id, certain, reason, change}], "remarks"}`."""
+        """Return plain values for JSON: `{"model", "hazards": [{id, certain, reason, change}], "remarks"}`."""
         return {"model": self.model, "hazards": [asdict(h) for h in self.hazards], "remarks": list(self.remarks)}
 
     def sheet(self) -> Sheet:
-        """As a table."""
+        """Return the hazards as a table."""
         rows = tuple((f"{h.id}\n{h.likelihood}", f"{h.reason}.\n-> {h.change}.") for h in self.hazards)
         count = len(self.hazards) or "no"
         title = f"{self.model}: {count} hazard{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""`hfpatch.check`: what goes wrong in the combination of a model and the way it is to be trained."""
+"""`hfpatch.check`: finds hazards in the combination of a model and its training arguments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hfpatch.guarding.hazard import Hazard, Hazards
 from hfpatch.guarding.subject import Subject
 
 MAKE_NO_NAN = ("nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off")
-"""Hazards after which a log has no NaN to hide."""
+"""Hazards that make no NaN, so the log hides nothing about them."""
 
 SHOWN = 5
-"""Keys that a remark names."""
+"""Number of keys that a remark names."""
 
 
 def check(
@@ -29,22 +29,26 @@ def check(
     batch: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
 ) -> Hazards:
-    """Look for what goes wrong when this model is trained in this way. Changes nothing, trains nothing.
+    """Check a model and its training arguments for hazards before training. Changes nothing, trains nothing.
 
         print(hfpatch.check(model, training_args))
 
     Args:
-        model: As it is trained: with its adapters, wrapped or not. Built on meta, its config is all that is known.
-        args: `TrainingArguments` or a subclass (TRL's SFTConfig), or a dict with such keys. For a loop of your own:
+        model: The model as it is trained, with its adapters, wrapped or not. Of a model built on meta only the config
+            is known.
+        args: `TrainingArguments` or a subclass (TRL's SFTConfig), or a dict with such keys. For your own loop:
             `{"fp16": True}` for autocast with a GradScaler, `"gradient_accumulation_steps"`, and so on.
-        optimizer: The one that steps, where it exists already; else the one that `args` name.
-        batch: As the collator makes it, on any device. With it the loss is computed twice, and once more where
-            layers are checkpointed: what is else read from the code is then measured. Leave it out where one rank
-            alone cannot run the model (FSDP).
-        device: Where it is to be trained; else where the model is, or a GPU if there is one.
+        optimizer: The optimizer, if it exists already; None for the one that `args` name.
+        batch: A batch from the collator, on any device. With it the loss is computed twice, and once more if layers are
+            checkpointed; without it, the code is read instead. Leave it out if one rank alone cannot run the model
+            (FSDP).
+        device: The device of the training; None for the device of the model, or a GPU if the model is on the CPU.
+
+    Returns:
+        The hazards, and remarks on what was not checked.
 
     Raises:
-        InputError: A value in `args` is none for its key; the model cannot be run on the batch; no such device.
+        InputError: A value in `args` does not fit its key; the model cannot be run on the batch; no such device.
         NotAModelError: `model` holds no torch module.
     """
     want("check", batch=(batch, optional(MAPPING)))
@@ -66,10 +70,10 @@ def check(
         hides = "the Trainer's log shows 0.0, or the last good mean, for a loss that is NaN"
         if any(h.id not in MAKE_NO_NAN for h in found):
             change = "logging_nan_inf_filter=False, or callbacks=[hfpatch.GuardCallback()], which logs guard/loss_raw"
-            reason = f"logging_nan_inf_filter is on, and what is named above can end in NaN: {hides}"
+            reason = f"logging_nan_inf_filter is on, and a hazard above can end in NaN: {hides}"
             found.append(Hazard("nan-hidden-from-log", certain=False, reason=reason, change=change))
         else:
-            remarks.append(f"logging_nan_inf_filter is on, as by default: {hides}; False shows it")
+            remarks.append(f"logging_nan_inf_filter is on, as by default: {hides}; with False it shows the NaN")
     mixed = subject.settings.precision if subject.settings is not None else "no"
     name = type(subject.inner).__name__ + ("" if mixed == "no" else f", {mixed} mixed precision")
     return Hazards(name, tuple(found), tuple(remarks))
@@ -81,14 +85,14 @@ def _nothing_trains(subject: Subject) -> Iterator[Hazard]:
             "nothing-trains",
             certain=True,
             reason=f"no parameter of {type(subject.model).__name__} requires a gradient, so backward raises",
-            change="add an adapter (hfpatch.lora_config), or requires_grad_(True) on what is to train",
+            change="add an adapter (hfpatch.lora_config), or call requires_grad_(True) on the parameters to train",
         )
 
 
 def _loss_not_divided(subject: Subject) -> Iterator[Hazard]:
     settings = subject.settings
     times = 1 if settings is None or settings.smoothing else settings.accumulation * settings.processes
-    found = forwards.swallows_items(subject.inner, subject.batch) if times > 1 else None
+    found = forwards.undivided_loss(subject.inner, subject.batch) if times > 1 else None
     if settings is None or found is None:
         return
     ranks = f" on {settings.processes} processes" if settings.processes > 1 else ""
@@ -108,12 +112,12 @@ def _checkpointing(subject: Subject) -> Iterator[Hazard]:
 
     known = {f.name for f in fields(TrainingArguments)}
     key = next(k for k in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs") if k in known)
-    for cut in forwards.cut_off(subject.model, subject.inner, subject.settings, subject.batch):
+    for cut in forwards.cut_stacks(subject.model, subject.inner, subject.settings, subject.batch):
         yield Hazard(
             "checkpointing-cuts-off",
             certain=cut.measured,
-            reason=f"reentrant checkpointing begins at {cut.first}, and what comes into it requires no gradient: the "
-            f"{cut.tensors} parameters that train in these layers get none, silently where a head trains as well",
+            reason=f"reentrant checkpointing begins at {cut.first}, and the input of that layer requires no gradient: "
+            f"the {cut.tensors} trained parameters in these layers get no gradient, silently if a head trains as well",
             change=f"{key}={{'use_reentrant': False}}, or model.enable_input_require_grads()",
         )
 
@@ -136,11 +140,11 @@ def _remarks(subject: Subject) -> Iterator[str]:
             "frozen parts and another dtype= are not known"
         )
     if settings is None:
-        yield "no training arguments: precision, accumulation, clipping and the log were not looked at"
+        yield "no training arguments: precision, accumulation, clipping and the log were not checked"
     elif settings.ignored:
         more = ", ..." if len(settings.ignored) > SHOWN else ""
-        yield f"no keys of TrainingArguments, and not looked at: {', '.join(settings.ignored[:SHOWN])}{more}"
+        yield f"not keys of TrainingArguments, and not checked: {', '.join(settings.ignored[:SHOWN])}{more}"
     if subject.device is None:
-        yield "no GPU here and no device named: what the card can do was not looked at"
+        yield "no GPU here and no device named: the capabilities of the GPU were not checked"
     elif subject.device.type == "cpu" and subject.scaled:
         yield "on the CPU accelerate ignores fp16=True: it trains without autocast and without a GradScaler"

@@ -1,4 +1,4 @@
-"""Checks for a training loop of one's own: the loss, and the gradients."""
+"""Checks of the loss and the gradients, for your own training loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
-from hfpatch.guarding.checks import plain
-from hfpatch.guarding.gradient_norms import piece, tensor_norms
+from hfpatch.guarding.checks import clean_name
+from hfpatch.guarding.gradient_norms import local_part, tensor_norms
 from hfpatch.model.walk import root_module
 from hfpatch.report import Sheet
 
@@ -22,18 +22,18 @@ LARGEST = 5
 """Parameters that a report names."""
 
 
-def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor:  # noqa: A002 - read as they are written
-    """Raise unless a loss is a finite number in a range; never replaces or changes it.
+def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor:  # noqa: A002 - the names that callers expect
+    """Raise unless a loss is a finite number in a range; return it unchanged.
 
         validate_loss(model(**batch).loss).backward()
 
-    Reads the loss on the host, which waits for the device. Over several ranks, one that raises leaves the others
-    waiting in their next collective call: use `hfpatch.Guard` there, which decides on all of them alike.
+    The host reads the loss, which waits for the device. Over several ranks, a rank that raises leaves the others
+    waiting in their next collective call: use `hfpatch.Guard` there, which decides the same on all ranks.
 
     Args:
-        loss: One number, 0-dim or of one element.
-        min: Smallest value that is right.
-        max: Largest value that is right.
+        loss: One number, 0-dim or with one element.
+        min: Smallest allowed value.
+        max: Largest allowed value.
 
     Returns:
         The loss itself.
@@ -52,7 +52,7 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
     value = float(loss.detach())
     if math.isnan(value):
         raise InputError(
-            "validate_loss: the loss is NaN; if every label of the batch is -100, look at the collator; else "
+            "validate_loss: the loss is NaN; if every label of the batch is -100, check the collator; else "
             "hfpatch.trace(model) around this batch names the operation, and hfpatch.Guard skips such batches"
         )
     if math.isinf(value):
@@ -62,7 +62,7 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
         )
     if not min <= value <= max:
         raise InputError(
-            f"validate_loss: the loss is {value:.6g}, outside {min:g} to {max:g}; look at the batch and the learning "
+            f"validate_loss: the loss is {value:.6g}, outside {min:g} to {max:g}; check the batch and the learning "
             "rate, or widen the range if such losses are normal here"
         )
     return loss
@@ -70,14 +70,15 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Gradients of a model at one moment; prints itself as a table.
+    """Figures of a model's gradients; prints itself as a table.
 
     Attributes:
-        norm: L2 norm over all of them, summed in float32; NaN or Inf if one is not finite.
-        largest: Names and norms of the largest, largest first; what is not finite before all others.
-        nonfinite: Share of the values that are NaN or Inf, 0 to 1.
-        parameters: Parameters with a gradient.
-        missing: Names of parameters that train and have none.
+        norm: L2 norm of all gradients, summed in at least float32; NaN or Inf if one of their norms is.
+        largest: Names and norms of the five gradients with the largest norms, largest first; NaN comes before Inf, Inf
+            before finite norms.
+        nonfinite: Share of the gradient values that are NaN or Inf, 0 to 1.
+        parameters: Number of parameters with a gradient.
+        missing: Names of parameters that require a gradient and have none.
     """
 
     norm: float
@@ -87,7 +88,7 @@ class GradientReport:
     missing: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: norm, largest, nonfinite, parameters, missing."""
+        """Return plain values for JSON: norm, largest, nonfinite, parameters, missing."""
         return {**vars(self), "largest": [list(pair) for pair in self.largest], "missing": list(self.missing)}
 
     def __str__(self) -> str:
@@ -99,22 +100,23 @@ class GradientReport:
 
 
 def gradient_report(model: nn.Module, loss_scale: float = 1.0) -> GradientReport:
-    """What the gradients are after a backward pass. Changes nothing; waits for the device.
+    """Return norms and shares of bad values of the gradients after a backward pass. Changes nothing.
 
-    Sharded gradients (`fully_shard`) are summed over all ranks, so every rank must call it there.
+    The host waits for the device. Sharded gradients (`fully_shard`) are summed over all ranks, so every rank must call
+    it.
 
     Args:
-        model: Whose parameters have gradients; wrapped or not.
-        loss_scale: `scaler.get_scale()` before `scaler.unscale_`, by which gradients are too large there.
+        model: The model whose parameters have gradients; wrapped or not.
+        loss_scale: Factor by which the norms are divided: `scaler.get_scale()` before `scaler.unscale_`.
 
     Raises:
-        InputError: No parameter has a gradient, or `loss_scale` is no number above 0.
+        InputError: No parameter has a gradient, or `loss_scale` is not a positive number.
     """
     if not NUMBER.fits(loss_scale) or not 0 < loss_scale < math.inf:
         raise InputError(
             f"gradient_report: want a loss_scale above 0, got {shown(loss_scale)}; leave it out after unscale_"
         )
-    named = [(plain(n), p) for n, p in root_module(model).named_parameters()]
+    named = [(clean_name(n), p) for n, p in root_module(model).named_parameters()]
     grads = {n: p.grad for n, p in named if p.grad is not None}
     if not grads:
         raise InputError(
@@ -134,14 +136,17 @@ def gradient_report(model: nn.Module, loss_scale: float = 1.0) -> GradientReport
 
 
 def _measured(grads: list[Tensor]) -> tuple[list[float], float, float]:
-    """Sum of squares of each gradient, values that are not finite, and values, over all ranks where one is sharded."""
+    """Return each gradient's sum of squares, and the numbers of non-finite values and of values.
+
+    They are summed over all ranks if a gradient is sharded.
+    """
     dist = torch.distributed
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    pieces = [piece(g, world) for g in grads]
+    pieces = [local_part(g, world) for g in grads]
     sharded = any(cut for _, _, cut in pieces)
     device = pieces[0][0].device
     real = torch.float32 if device.type == "mps" else torch.float64
-    # a plain gradient is the same on every rank, and counts once where nothing is summed
+    # a plain gradient is the same on every rank; without a sum over ranks it counts once
     shares = torch.tensor([share if sharded else 1.0 for _, share, _ in pieces], dtype=real, device=device)
     local = [part for part, _, _ in pieces]
     bad = torch.stack([(~g.isfinite()).sum().to(device=device, dtype=real) for g in local])

@@ -1,8 +1,8 @@
 """The decision: losses and gradients of one window of micro-batches -> step or skip.
 
-Everything up to the verdict is tensor arithmetic on the gradients' device, without a host read. Over several ranks
-one all-reduce carries the sums of squares of every parameter and the flags, and the decision is made from its
-result, so that it is the same everywhere.
+The verdict is computed by tensor arithmetic on the gradients' device, without a host read. Over several ranks one
+all-reduce carries the sum of squares of every gradient and the flags, and each rank decides from its result, so all
+decide alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, Kind, optional, want
-from hfpatch.guarding.gradient_norms import piece, tensor_norms
+from hfpatch.guarding.gradient_norms import local_part, tensor_norms
 from hfpatch.guarding.ledger import NAMED, Ledger, Limits
 from hfpatch.guarding.outcome import Facts, Reason
 
@@ -23,23 +23,26 @@ if TYPE_CHECKING:
 
 TOKENS = Kind("a number of tokens", lambda v: v.numel() == 1 if isinstance(v, torch.Tensor) else NUMBER.fits(v))
 WINDOW = 64
-"""Good steps the running median is taken over."""
+"""Good steps in the running median."""
 WARMUP = 16
 """Good steps before a norm can be called a spike."""
 HEAD = 10
-"""Numbers before the sums of squares in what the ranks reduce: bad losses, filled, micro-batches, loss, ruined, loss
-without the NaN, NaN losses, micro-batches told to be empty; then the micro-batches that are empty if no gradient is,
-and how many of those have a NaN loss."""
+"""Numbers before the sums of squares in the tensor that the ranks reduce: bad losses, non-empty micro-batches,
+micro-batches, loss, weights that are not finite, loss without NaN, NaN losses, micro-batches with `tokens=0`; then
+the micro-batches that are empty if every gradient is 0, and how many of those have a NaN loss."""
 RUINED, SKIP = 4, -2
-"""Places in a report."""
+"""Indices in a report."""
 
 
 class Verdict(NamedTuple):
-    """A decision, still on the device.
+    """A decision, on the device.
 
-    `skip` bool and `norm` (of the local gradients where nothing is sharded, as torch sums it) are 0-dim; `report`
-    holds the figures and `squares [parameters]` the sum of squares of each gradient, over all ranks; `grads` are the
-    local parts.
+    Attributes:
+        skip: True to skip the step, bool, 0-dim.
+        norm: L2 norm of all gradients, 0-dim; if none is sharded, the norm of this rank's gradients as torch sums it.
+        report: The figures, in the order of `Ledger.record`.
+        squares: Sum of squares of each gradient over all ranks, `[parameters]`.
+        grads: This rank's parts of the gradients.
     """
 
     skip: Tensor
@@ -50,14 +53,14 @@ class Verdict(NamedTuple):
 
 
 class Judge:
-    """Judges windows. Touches no weight, no gradient, no optimizer.
+    """Decides for each window of micro-batches. Changes no weight, no gradient and no optimizer.
 
     Args:
-        parameters: Whose gradients are judged, by name.
+        parameters: The parameters whose gradients are judged, by name.
         limits: When to skip and when to stop.
-        micro_batches: Micro-batches in a window; 1 spares the norm after each.
-        group: Ranks that decide together; None is all of them.
-        verbose: Say on stderr what was skipped (rank 0).
+        micro_batches: Micro-batches in a window; with 1 no norm is computed after each micro-batch.
+        group: Process group of the ranks that decide together; None for all ranks.
+        verbose: Report skipped steps on stderr (rank 0).
 
     Raises:
         InputError: The ranks hold different numbers of parameters.
@@ -97,23 +100,23 @@ class Judge:
 
     @property
     def open(self) -> bool:
-        """Whether a window was begun and not judged yet."""
+        """True if a window was begun and not decided yet."""
         return bool(self._losses)
 
-    def follow(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Judge other parameters from now on, on all ranks alike."""
+    def set_parameters(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Judge these parameters from now on; call it on all ranks."""
         self.names = self.ledger.names = list(parameters)
         self.parameters = list(parameters.values())
         self.ids = {id(p) for p in self.parameters}
         self._before = None
 
-    def note(self, loss: Tensor, tokens: Tensor | int | None = None) -> None:
-        """Take in a micro-batch, after its backward.
+    def add(self, loss: Tensor, tokens: Tensor | int | None = None) -> None:
+        """Add a micro-batch to the window, after its backward pass.
 
         Args:
-            loss: Its loss as the model gave it, or its share of the window's; one number.
-            tokens: Supervised tokens in it, where known. Else a micro-batch is empty if its loss is NaN or 0 and it
-                left every gradient as it was.
+            loss: Its loss as the model returned it, or its share of the window's loss; one number.
+            tokens: Number of supervised tokens in it, if known. Without it a micro-batch counts as empty if its loss is
+                NaN or 0 and it changed no gradient.
 
         Raises:
             InputError: The loss is not one number.
@@ -127,19 +130,22 @@ class Judge:
         elif self.micro_batches > 1:
             after = self._local_norms()
             before = self._before if self._before is not None else torch.zeros_like(after)
-            # sharded gradients say nothing here: a rank may hold no part of them, or get them with the last micro-batch
-            plain = [not piece(g, 1)[2] for p in self.parameters if (g := p.grad) is not None]
+            # sharded gradients do not tell: a rank may hold no part of them, or get them with the last micro-batch
+            plain = [not local_part(g, 1)[2] for p in self.parameters if (g := p.grad) is not None]
             same = (after == before).all().to(value.device) if plain and all(plain) else None
             self._empties.append(None if same is None else (value.isnan() | (value == 0)) & same)
             self._before = after
         else:
             self._empties.append(None)
 
-    def weigh(self, scale: Tensor | None = None) -> Verdict:
-        """Judge the window that ends here, without a host read. Gradients must be unscaled and unclipped.
+    def decide(self, scale: Tensor | None = None) -> Verdict:
+        """Decide for the window that ends here, without a host read. Gradients must be unscaled and unclipped.
 
         Args:
-            scale: The loss scale they were made with, 0-dim.
+            scale: The loss scale of the backward pass, 0-dim; None without one.
+
+        Returns:
+            The verdict, on the gradients' device.
 
         Raises:
             InputError: No parameter ever had a gradient.
@@ -147,11 +153,11 @@ class Judge:
         places = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         if not places and not self._seen_gradients:
             raise InputError(
-                f"guard: none of {len(self.parameters)} parameters has a gradient after backward ({self.names[0]} "
-                "first); make the guard after prepare() and fully_shard(), with the model that is called"
+                f"guard: none of {len(self.parameters)} parameters (the first is {self.names[0]}) has a gradient after "
+                "backward(); make the guard after prepare() and fully_shard(), with the model that is called"
             )
         self._seen_gradients = True
-        pieces = [piece(g, self.world) for p in self.parameters if (g := p.grad) is not None]
+        pieces = [local_part(g, self.world) for p in self.parameters if (g := p.grad) is not None]
         grads = [local for local, _, _ in pieces]
         device = grads[0].device if grads else self._losses[0].device
         real = torch.float32 if device.type == "mps" else torch.float64
@@ -171,7 +177,7 @@ class Judge:
             head, squares = packed[:HEAD], packed[HEAD:]
         sharded = any(cut for _, _, cut in pieces)
         total = squares.sum().sqrt() if self.world > 1 or sharded else norm.to(real)
-        verdict = self._decide(head, total, scale)
+        verdict = self._report(head, total, scale)
         self._losses, self._empties, self._told, self._before = [], [], [], None
         return Verdict(verdict[SKIP] > 0, total.float() if sharded else norm, verdict, squares, grads)
 
@@ -191,8 +197,8 @@ class Judge:
         sums = [s.sum().to(bad) for s in (losses.isnan(), told, doubtful, wrong & doubtful)]
         return torch.stack([bad, filled, count, losses.sum() / self.world, ruined, learned, *sums])
 
-    def _decide(self, head: Tensor, total: Tensor, scale: Tensor | None) -> Tensor:
-        """The report: head less the doubtful ones, total, median, exploded, spiked, scale, skip, unfilled."""
+    def _report(self, head: Tensor, total: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the report: head less its last two figures, total, median, exploded, spiked, scale, skip, unfilled."""
         busy = (total != 0).to(head)
         doubtful, doubtful_bad = head[-2] * busy, head[-1] * busy
         head = torch.cat([torch.stack([head[0] + doubtful_bad, head[1] + doubtful]), head[2:-2]])
@@ -214,82 +220,83 @@ class Judge:
         return torch.cat([head, torch.stack([f.to(total) for f in flags])])
 
     def read(self, verdict: Verdict, figures: list[float] | None = None) -> Facts:
-        """Fetch a verdict (the one host read; a second one if it was a skip) and count it.
+        """Read a verdict on the host and count it: one host read, a second one if the step was skipped.
 
         Args:
-            verdict: What `weigh` gave.
+            verdict: The result of `decide`.
             figures: Its report, if it is on the host already.
         """
         report = verdict.report.tolist() if figures is None else figures
         if report[RUINED]:
-            self._condemn()
-        return self.ledger.enter(report, verdict.squares.tolist() if report[SKIP] else ())
+            self._stop()
+        return self.ledger.record(report, verdict.squares.tolist() if report[SKIP] else ())
 
-    def look_at_parameters(self, facts: Facts | None) -> Tensor | None:
-        """Look, after a step or a skip, whether a weight became non-finite.
+    def check_weights(self, facts: Facts | None) -> Tensor | None:
+        """Check, after a step or a skip, whether a weight is not finite, if `limits.check_parameters` asks for it.
 
-        On the CPU the ledger is told at once. Over several ranks the answer rides with the next window, so that all
-        of them stop in the same step.
+        On the CPU the result goes to the ledger at once. Over several ranks it is part of the next window's all-reduce,
+        so that all ranks stop in the same step.
 
         Args:
-            facts: What was done; None if only the device knows.
+            facts: The decision; None if it is still on the device.
 
         Returns:
-            Whether one did, 0-dim, on the device; None if it was not looked at.
+            True if a weight is not finite, 0-dim, on the device; None if the weights were not checked.
         """
         every = self.limits.check_parameters
         due = every > 0 and (self.ledger.steps + (facts is None)) % every == 0
         broken = facts is not None and facts.reason in (Reason.LOSS, Reason.GRADIENTS)
         self._ruined = None
         if (due or broken) and self.ledger.stopping is None:
-            self._ruined = self._broken()
+            self._ruined = self._any_nonfinite()
             if facts is not None and self._ruined.device.type == "cpu":
-                self.condemn(ruined=bool(self._ruined))
+                self.stop_for_weights(ruined=bool(self._ruined))
         return self._ruined
 
-    def condemn(self, *, ruined: bool) -> None:
-        """Have the ledger stop because weights are not finite, unless other ranks must hear of it first."""
+    def stop_for_weights(self, *, ruined: bool) -> None:
+        """Have the ledger stop the run if weights are not finite; over several ranks the next window does so."""
         if ruined and self.world == 1:
-            self._condemn()
+            self._stop()
 
-    def confirm(self) -> None:
-        """Look at the weights now: before they are saved, and when training is over.
+    def require_finite_weights(self) -> None:
+        """Check the weights now: before they are saved, and when training is over.
 
-        Ranks that hold copies come to the same answer alone; those that hold shards must all call.
+        Ranks that hold copies of all weights come to the same result alone; if weights are sharded, all ranks must
+        call this. With `check_parameters=0` it checks only after a non-finite batch.
 
         Raises:
-            GuardStop: A weight is not finite.
+            GuardStop: A weight is not finite, or too many steps in a row were skipped.
         """
         if self.limits.check_parameters == 0 and self._ruined is None:
             return
-        ruined = self._broken().float()
-        if self.world > 1 and any(piece(p.detach(), 1)[2] for p in self.parameters):
+        ruined = self._any_nonfinite().float()
+        if self.world > 1 and any(local_part(p.detach(), 1)[2] for p in self.parameters):
             torch.distributed.all_reduce(ruined, op=torch.distributed.ReduceOp.MAX, group=self.group)
         if ruined:
-            self._condemn()
+            self._stop()
         self.ledger.raise_if_due()
 
-    def _broken(self) -> Tensor:
-        parts = [piece(p.detach(), 1)[0] for p in self.parameters if p.is_floating_point()]
+    def _any_nonfinite(self) -> Tensor:
+        parts = [local_part(p.detach(), 1)[0] for p in self.parameters if p.is_floating_point()]
         return ~tensor_norms(parts).isfinite().all()
 
-    def _condemn(self) -> None:
-        self.ledger.stop(self._ruin(self.ledger.steps))
-        self._ruined = None  # told: whoever puts good weights back may go on
+    def _stop(self) -> None:
+        self.ledger.stop(self._weights_message(self.ledger.steps))
+        self._ruined = None  # reported: a run with good weights restored may continue
 
-    def _ruin(self, step: int) -> str:
+    def _weights_message(self, step: int) -> str:
         found = [
             n
             for n, p in zip(self.names, self.parameters, strict=True)
-            if p.is_floating_point() and not bool(piece(p.detach(), 1)[0].isfinite().all())
+            if p.is_floating_point() and not bool(local_part(p.detach(), 1)[0].isfinite().all())
         ]
         where = f"{len(found)} of {len(self.names)} parameters are not finite"
         if not found:
             where = "a parameter is not finite on another rank, or has a norm beyond float32"
         return (
-            f"guard: {where} after step {step}{': ' if found else ''}{', '.join(found[:NAMED])}. Skipping cannot mend "
-            "weights: go back to the checkpoint before, train in float32 or bfloat16, look at the optimizer's eps and "
-            "learning rate"
+            f"guard: {where} after step {step}{': ' if found else ''}{', '.join(found[:NAMED])}. Skipping steps cannot "
+            "repair weights: go back to an earlier checkpoint, train in float32 or bfloat16, and check the optimizer's "
+            "eps and learning rate"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +317,7 @@ class Judge:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         self.ledger.load_state_dict(saved)
         self._good_steps = saved["good_steps"]
         self._norms = [math.nan if n is None else n for n in saved["norms"]]
@@ -324,7 +331,7 @@ class Judge:
         return self._ring, self._good
 
     def _local_norms(self) -> Tensor:
-        grads = [(i, piece(g, 1)[0]) for i, p in enumerate(self.parameters) if (g := p.grad) is not None]
+        grads = [(i, local_part(g, 1)[0]) for i, p in enumerate(self.parameters) if (g := p.grad) is not None]
         if not grads:
             return torch.zeros(len(self.parameters), device=self._losses[-1].device)
         norms = tensor_norms([g for _, g in grads])
@@ -332,7 +339,7 @@ class Judge:
         return empty.index_copy(0, self._index(tuple(i for i, _ in grads), norms.device), norms)
 
     def _index(self, places: tuple[int, ...], device: torch.device) -> Tensor:
-        """A list of places as a tensor; kept, because copying it to a device makes the host wait."""
+        """Return indices as a tensor; it is cached, because copying it to a device makes the host wait."""
         return self._kept((places, device), places, device)
 
     def _shares(self, weights: tuple[float, ...], device: torch.device) -> float | Tensor:
@@ -347,22 +354,22 @@ class Judge:
 
     def _check_ranks(self) -> None:
         mine = len(self.parameters)
-        device = piece(self.parameters[0].detach(), 1)[0].device
+        device = local_part(self.parameters[0].detach(), 1)[0].device
         counts = torch.tensor([mine, -mine], device=device)
         torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=self.group)
         most, least = int(counts[0]), -int(counts[1])
         if most != least:
             raise InputError(
-                f"guard: this rank trains {mine} parameters, others {least} to {most}; ranks that hold different "
-                "layers (pipeline stages) cannot be judged together: pass group= with the ranks that hold the same"
+                f"guard: this rank trains {mine} parameters, other ranks {least} to {most}; ranks with different "
+                "layers (pipeline stages) cannot decide together: pass group= with the ranks that hold the same layers"
             )
 
 
 def check_loss(loss: Any, tokens: Any = None) -> None:
-    """Refuse what is no loss, or no number of tokens.
+    """Raise unless the loss is a tensor of one number, and the tokens one number or None.
 
     Raises:
-        InputError: One is not one number.
+        InputError: The loss or the number of tokens is not one number.
     """
     want("guard", tokens=(tokens, optional(TOKENS)))
     if not isinstance(loss, torch.Tensor):

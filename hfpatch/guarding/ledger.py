@@ -1,4 +1,4 @@
-"""The host's side of the decision: verdicts as facts, counters, history, and when a run must stop."""
+"""The host's part of the decision: verdicts as facts, counters, history, and when a run must stop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hfpatch.guarding.outcome import ADVICE, Facts, Reason
 from hfpatch.report import say
 
 NAMED = 3
-"""Parameters named in a diagnosis."""
+"""Parameters named in a message."""
 RECENT = 64
-"""Windows whose figures are kept, good or bad."""
+"""Windows whose facts are kept, stepped or skipped."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to skip and when to stop; `Guard` says what each means."""
+    """When to skip and when to stop; documented in `Guard`."""
 
     explode_at: float | None = 100.0
     spike_at: float | None = 50.0
@@ -36,12 +36,20 @@ class Limits:
 
 
 class Ledger:
-    """Counts what was judged. Plain Python: no tensor is held.
+    """Counts the judged windows. Plain Python: it holds no tensor.
 
     Args:
-        names: Of the parameters that are judged, in model order.
+        names: Names of the judged parameters, in model order.
         limits: When to stop.
-        verbose: Say on stderr what was skipped (rank 0).
+        verbose: Report skipped steps on stderr (rank 0).
+
+    Attributes:
+        steps: Windows so far, skipped ones included.
+        skips: Skipped windows, by reason.
+        in_row: Skipped windows in a row.
+        empty: Empty micro-batches so far.
+        history: The last skipped windows, oldest first, without overflows and windows with zero loss and gradients.
+        recent: The last windows, oldest first.
     """
 
     def __init__(self, names: Sequence[str], limits: Limits, *, verbose: bool) -> None:
@@ -56,12 +64,12 @@ class Ledger:
         self.recent: deque[Facts] = deque(maxlen=RECENT)
         self._stop: str | None = None
 
-    def enter(self, report: Sequence[float], squares: Sequence[float]) -> Facts:
+    def record(self, report: Sequence[float], squares: Sequence[float]) -> Facts:
         """Count a window.
 
         Args:
-            report: As `Judge` orders it.
-            squares: Sum of squares of each parameter's gradient; looked at only if the step was skipped.
+            report: The figures, in the order of `Judge`.
+            squares: Sum of squares of each parameter's gradient; read only if the step was skipped.
         """
         bad, filled, count, loss, ruined, learned, nans, told, *judged = report
         total, median, exploded, spiked, scale, skip, unfilled = judged
@@ -91,33 +99,33 @@ class Ledger:
         else:
             self._count(facts, reason)
         if ruined:
-            self.stop("guard: parameters are not finite after the step before; go back to the checkpoint before it")
+            self.stop("guard: parameters are not finite after the previous step; go back to an earlier checkpoint")
         return facts
 
     def stop(self, message: str) -> None:
-        """Have `raise_if_due` raise; the first message stays."""
+        """Have `raise_if_due` raise with this message; if called again before that, the first message stays."""
         self._stop = self._stop or message
 
     @property
     def stopping(self) -> str | None:
-        """What `raise_if_due` will say; None if it will not raise."""
+        """The message that `raise_if_due` will raise; None if it will not raise."""
         return self._stop
 
-    def raise_if_due(self, told: Sequence[str] = ()) -> None:
-        """Raise what was found to be beyond skipping.
+    def raise_if_due(self, lines: Sequence[str] = ()) -> None:
+        """Raise if the run has to stop.
 
         Args:
-            told: Lines the message ends with.
+            lines: Lines at the end of the message.
 
         Raises:
             GuardStop: Too many skips in a row, or a weight is not finite.
         """
         if self._stop is not None:
             message, self._stop = self._stop, None
-            raise GuardStop("\n".join([message, *told]), tuple(self.history))
+            raise GuardStop("\n".join([message, *lines]), tuple(self.history))
 
     def totals(self) -> dict[str, float]:
-        """Counts so far, as metrics."""
+        """Return the counts so far, as metrics named `guard/...`."""
         named = {r: n for r, n in self.skips.items() if r is not Reason.OVERFLOW}
         return {
             "guard/skipped": float(sum(named.values())),
@@ -127,7 +135,7 @@ class Ledger:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the state as plain values."""
         return {
             "steps": self.steps,
             "skips": {r.name: n for r, n in self.skips.items()},
@@ -137,7 +145,7 @@ class Ledger:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         self.steps, self.in_row, self.empty = saved["steps"], saved["in_row"], saved["empty"]
         self.skips = Counter({Reason[name]: n for name, n in saved["skips"].items()})
         self.history.clear()
@@ -161,16 +169,16 @@ class Ledger:
         broken = [n for n, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
         if not broken or reason is Reason.OVERFLOW:
             return ()
-        # backward runs from the loss down, so the last in model order broke first
+        # backward runs from the last layer to the first, so the last bad gradient in model order came first
         nearest = ", ".join(broken[: -NAMED - 1 : -1])
         return (f"{len(broken)} of {len(norms)} gradients not finite, nearest the loss: {nearest}",)
 
     def _count(self, facts: Facts, reason: Reason) -> None:
         self.skips[reason] += 1
         if reason is Reason.ZERO and self.verbose and self.skips[reason] == 1:
-            say([f"guard: {facts}; this is told once, and counted"])
+            say([f"guard: {facts}; further such steps are counted but not reported"])
         if reason in (Reason.OVERFLOW, Reason.ZERO):
-            return  # neither an interruption nor a success: the row goes on after it
+            return  # neither adds to the row of skips nor ends it
         self.in_row += 1
         self.history.append(facts)
         if self.verbose:

@@ -1,4 +1,4 @@
-"""What became of a batch, as plain values."""
+"""The result of a training step, as plain values."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ class Reason(StrEnum):
     """Why a step was skipped."""
 
     NO_LABELS = "no supervised token"
-    """Gradients exactly 0 and a loss that is NaN (a mean over no token), or `tokens=0`. Nothing is broken."""
+    """Every micro-batch is empty, and one has a NaN loss (a mean over no token) or `tokens=0`. Not a fault."""
     ZERO = "loss and gradients exactly 0 (no supervised token, or nothing to learn)"
-    """Not even momentum is followed; but such batches may be right (equal rewards, a margin that is kept), so that no
-    row of them stops a run."""
+    """The step is skipped, so momentum does not move the weights either. Such batches can be correct (equal rewards, a
+    margin that is kept), so any number of them in a row does not stop a run."""
     LOSS = "non-finite loss"
     GRADIENTS = "non-finite gradients"
-    """NaN or Inf in a gradient, or a gradient whose float32 norm overflows (beyond 1.8e19)."""
+    """NaN or Inf in a gradient, or a gradient whose norm overflows in float32 (beyond 1.8e19)."""
     EXPLOSION = "gradient norm over the limit"
     SPIKE = "gradient norm far over its running median"
     OVERFLOW = "loss scale too high"
-    """Ordinary under a GradScaler: gradients overflowed, the scale falls, the next batch goes on."""
+    """Ordinary under a GradScaler: gradients overflowed, the scale is lowered, training continues."""
     COLLAPSED = "loss scale collapsed"
-    """Gradients still overflow at a scale below `min_scale`: the scale is not what is wrong."""
+    """Gradients still overflow at a scale below `min_scale`, so the scale is not the cause."""
     PARAMETERS = "non-finite parameters"
-    """A weight was found not finite: the run is stopped."""
+    """A weight is not finite; the run is stopped."""
 
 
 ADVICE = {
-    Reason.NO_LABELS: "every label is -100: look at the collator, the chat template and the truncation",
-    Reason.ZERO: "nothing to do where a loss is rightly 0; else look at the labels",
+    Reason.NO_LABELS: "every label is -100: check the collator, the chat template and the truncation",
+    Reason.ZERO: "nothing to do if a loss of 0 is correct; else check the labels",
     Reason.LOSS: "the forward pass is at fault: run hfpatch.inspect(model) and hfpatch.plan(model), try bfloat16",
-    Reason.GRADIENTS: "the backward pass is at fault although the loss is finite: begin at the parameters named here",
+    Reason.GRADIENTS: "the loss is finite, so the backward pass is at fault: start at the parameters named here",
     Reason.EXPLOSION: "lower the learning rate, or raise explode_at= if norms of this size are normal here",
-    Reason.SPIKE: "look at the batches; raise spike_at= (or None) if such jumps are normal here",
-    Reason.OVERFLOW: "nothing to do: the scale falls by itself",
-    Reason.PARAMETERS: "go back to the checkpoint before",
-    Reason.COLLAPSED: "float16 does not hold this model's gradients: use bfloat16, or hfpatch.apply(model)",
+    Reason.SPIKE: "check the batches; raise spike_at= (or pass None) if such jumps are normal here",
+    Reason.OVERFLOW: "nothing to do: the scale is lowered automatically",
+    Reason.PARAMETERS: "go back to an earlier checkpoint",
+    Reason.COLLAPSED: "float16 cannot hold this model's gradients: use bfloat16, or hfpatch.apply(model)",
 }
-"""What to do next where a run was stopped."""
+"""What to do next after a run was stopped."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,18 @@ class Facts:
     """One window of micro-batches, judged.
 
     Attributes:
-        step: Windows seen so far, this one included; skipped ones count.
-        kind: What was done.
-        reason: Why it was skipped.
-        loss: The loss as it was, over all ranks; NaN where it was NaN. None while accumulating.
-        learned: The same without micro-batches whose loss is NaN because they are empty. NaN if all are.
+        step: Number of the window, from 1; skipped windows are counted.
+        kind: The result.
+        reason: Why the step was skipped; None if it was not.
+        loss: Loss of the window: the sum of its micro-batches' shares, averaged over all ranks; NaN if one was NaN.
+            None while accumulating.
         norm: Norm of the unscaled, unclipped gradients. None while accumulating.
         median: Running median of the norms of good steps; NaN before there are enough of them.
-        scale: Loss scale these gradients were made with; None without a GradScaler.
-        empty: Micro-batches without a supervised token, or with a loss that is rightly 0, over all ranks.
-        micro_batches: Micro-batches in the window, over all ranks.
-        blame: Sentences that name parameters, of a skipped step.
+        scale: Loss scale of the backward pass; None without a GradScaler.
+        empty: Number of micro-batches that are empty (no supervised token, or zero loss and gradients), over all ranks.
+        micro_batches: Number of micro-batches in the window, over all ranks.
+        blame: Sentences that name the parameters at fault, for a skipped step.
+        learned: As `loss`, from the micro-batches whose loss is not NaN, scaled to the whole window. NaN if all are.
     """
 
     step: int
@@ -88,12 +89,12 @@ class Facts:
         return "; ".join([f"step {self.step}: {head}: {figures}", *self.blame])
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; tuples become lists there."""
+        """Return plain values for JSON, where tuples become lists."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Facts:
-        """What `to_dict` gave, through JSON or not."""
+        """Return the facts of a dict that `to_dict` made, also one that went through JSON."""
         reason: Any = saved["reason"]
         values: dict[str, Any] = dict(saved)
         values.update(reason=None if reason is None else Reason(reason), blame=tuple(saved["blame"]))
@@ -101,10 +102,10 @@ class Facts:
 
 
 class Outcome:
-    """What `Guard.step` returns. Read it or not: where the decision is on a device, reading it waits for it.
+    """The result of `Guard.step`. If the decision is still on a device, reading an attribute waits for it.
 
     Args:
-        facts: The facts, or a function that waits for them.
+        facts: The facts, or a function that waits for them and returns them.
     """
 
     __slots__ = ("_facts",)
@@ -114,29 +115,29 @@ class Outcome:
 
     @property
     def facts(self) -> Facts:
-        """All figures."""
+        """All figures of the step."""
         if not isinstance(self._facts, Facts):
             self._facts = self._facts()
         return self._facts
 
     @property
     def stepped(self) -> bool:
-        """The optimizer moved."""
+        """True if the optimizer stepped."""
         return self.facts.kind == "stepped"
 
     @property
     def accumulating(self) -> bool:
-        """More micro-batches are to come before a step."""
+        """True if the window is not complete, so there was no decision yet."""
         return self.facts.kind == "accumulating"
 
     @property
     def skipped(self) -> bool:
-        """The batch changed nothing."""
+        """True if the step was skipped."""
         return self.facts.kind == "skipped"
 
     @property
     def reason(self) -> Reason | None:
-        """Why it was skipped; None if it was not."""
+        """Why the step was skipped; None if it was not."""
         return self.facts.reason
 
     def __str__(self) -> str:

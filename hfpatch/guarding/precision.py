@@ -1,4 +1,4 @@
-"""Hazards of dtypes: of what trains, of the optimizer, of quantised layers, of the card, of attention."""
+"""Hazards of dtypes: in trained parameters, the optimizer, quantised layers, the GPU and attention."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 import torch
 
 from hfpatch.dtypes import dtype_name
-from hfpatch.guarding.checks import plain, quantised, unscales, zero_eps
+from hfpatch.guarding.checks import can_unscale, clean_name, quantised, zero_eps
 from hfpatch.guarding.hazard import Hazard
 from hfpatch.guarding.subject import Subject
 from hfpatch.inspecting import facts
 from hfpatch.model.roles import weights_dtype
 
 BF16_CAPABILITY = (8, 0)
-"""CUDA devices below it have no bfloat16."""
+"""Compute capability below which CUDA devices have no bfloat16."""
 
 WIDEN = (
-    "keep what trains in float32 (dtype=torch.float32 when loading; for adapters PEFT's default, "
+    "keep trained parameters in float32 (dtype=torch.float32 when loading; for adapters PEFT's default, "
     "autocast_adapter_dtype=True)"
 )
 
 
 def float16_parameters(subject: Subject) -> Iterator[Hazard]:
-    """What trains is float16: a GradScaler refuses it, and without one its gradients and steps vanish."""
+    """Trained parameters are float16: a GradScaler refuses them, and without one gradients and steps underflow."""
     share = subject.share(torch.float16) if subject.knows_dtypes else None
     if share is None:
         return
     settings = subject.settings
     if subject.scaled:
-        # a fused optimizer unscales by itself, so that nothing is asked to unscale float16 where nothing clips
+        # a fused optimizer can_unscale by itself, so without clipping the GradScaler never can_unscale float16
         passes = settings is not None and settings.clip == 0.0 and settings.fused
         yield Hazard(
             "fp16-parameters",
             certain=subject.loaded and not passes,
             reason=f"{share} float16 and train under a GradScaler, which refuses to unscale float16 gradients "
             "(ValueError at the first step)",
-            change=f"{WIDEN}; autocast computes in float16 all the same",
+            change=f"{WIDEN}; autocast still computes in float16",
         )
     else:
         yield Hazard(
@@ -50,24 +50,24 @@ def float16_parameters(subject: Subject) -> Iterator[Hazard]:
 
 
 def bfloat16_under_scaler(subject: Subject) -> Iterator[Hazard]:
-    """What trains is bfloat16, under the GradScaler of fp16=True."""
+    """Trained parameters are bfloat16, under the GradScaler of fp16=True."""
     share = subject.share(torch.bfloat16) if subject.scaled and subject.knows_dtypes else None
     if share is None:
         return
     device = subject.device
-    refused = device is not None and not unscales(device, torch.bfloat16)
+    refused = device is not None and not can_unscale(device, torch.bfloat16)
     who = f"which on {device} refuses" if refused else "which on CUDA devices refuses (seen with torch 2.11)"
     yield Hazard(
         "bf16-under-scaler",
         certain=refused and subject.loaded,
         reason=f"{share} bfloat16 and train under a GradScaler (fp16=True), {who} to unscale bfloat16 gradients "
         "(NotImplementedError at the first step); transformers 5 loads a checkpoint in the dtype it was saved in",
-        change=f"bf16=True instead of fp16=True where the card has bfloat16; else {WIDEN}",
+        change=f"bf16=True instead of fp16=True if the GPU has bfloat16; else {WIDEN}",
     )
 
 
 def eps_of_adam(subject: Subject) -> Iterator[Hazard]:
-    """The optimizer's eps is 0 in the dtype of what it steps."""
+    """The optimizer's eps is 0 in the dtype of its parameters."""
     settings, optimizer = subject.settings, subject.optimizer
     if optimizer is not None:
         name, groups = type(optimizer).__name__, optimizer.param_groups
@@ -80,9 +80,9 @@ def eps_of_adam(subject: Subject) -> Iterator[Hazard]:
     names = {id(p): n for n, p in subject.parameters.items()}
     for _, eps, first, dtype in zero_eps(groups, names):
         if fused:
-            then = "the fused step divides in float32 and takes steps of many times the learning rate"
+            then = "the fused step divides in float32, and its steps are many times the learning rate"
         else:
-            then = "one step divides by 0 and makes such weights non-finite, while the gradient norm looks healthy"
+            then = "one step divides by 0 and makes such weights non-finite, while the gradient norm looks normal"
         yield Hazard(
             "adam-eps-zero",
             certain=subject.loaded and not fused,
@@ -110,18 +110,18 @@ def quantised_in_float16(subject: Subject) -> Iterator[Hazard]:
     yield Hazard(
         "quantised-fp16",
         certain=False,
-        reason=f"{what}: a value beyond 65,504 becomes Inf, where bfloat16 and float32 hold it",
-        change="bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True; where the card has no bfloat16, "
+        reason=f"{what}: a value beyond 65,504 becomes Inf, while bfloat16 and float32 can hold it",
+        change="bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True; if the GPU has no bfloat16, "
         "bnb_4bit_compute_dtype=torch.float32 and no mixed precision",
     )
 
 
 def no_bfloat16(subject: Subject) -> Iterator[Hazard]:
-    """Weights or autocast in bfloat16 on a card without it."""
+    """Weights or autocast use bfloat16 on a GPU without it."""
     device = subject.device
     if device is None or device.type != "cuda":
         return
-    brain = [plain(n) for n, p in subject.model.named_parameters() if p.dtype == torch.bfloat16]
+    brain = [clean_name(n) for n, p in subject.model.named_parameters() if p.dtype == torch.bfloat16]
     autocast = subject.settings is not None and subject.settings.precision == "bf16"
     major, minor = torch.cuda.get_device_capability(device)
     if (brain or autocast) and (major, minor) < BF16_CAPABILITY:
@@ -130,14 +130,14 @@ def no_bfloat16(subject: Subject) -> Iterator[Hazard]:
             "no-bf16-here",
             certain=False,
             reason=f"{what}, but {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
-            "bfloat16 begins at 8.0: it is emulated, slowly, or refused",
-            change=f"fp16=True, and {WIDEN}; hfpatch.plan(model, compute_dtype='float16') says what of this model "
-            "float16 cannot hold",
+            "bfloat16 needs 8.0: it is emulated, slowly, or refused",
+            change=f"fp16=True, and {WIDEN}; hfpatch.plan(model, compute_dtype='float16') lists the fixes that this "
+            "model needs in float16",
         )
 
 
 def left_padding(subject: Subject) -> Iterator[Hazard]:
-    """Eager attention in float16 and rows padded on the left."""
+    """Eager attention runs in float16 on rows that are padded on the left."""
     for row in facts.attention(subject.survey):
         if row.implementation != "eager" or weights_dtype(subject.survey.modules[row.path]) != torch.float16:
             continue
@@ -151,8 +151,8 @@ def left_padding(subject: Subject) -> Iterator[Hazard]:
         yield Hazard(
             "left-padding-fp16",
             certain=False,
-            reason=f"{plain(row.path) or row.cls} has eager attention in float16; {rows}: a score below -16 beside "
-            "the mask's lowest value becomes -Inf, a row of such scores NaN, and NaN reaches real tokens",
+            reason=f"{clean_name(row.path) or row.cls} has eager attention in float16; {rows}: a score below -16 "
+            "added to the mask's lowest value becomes -Inf, a row of such scores NaN, and NaN reaches real tokens",
             change="attn_implementation='sdpa', padding_side='right' for training, or weights in bfloat16 or float32",
         )
         return

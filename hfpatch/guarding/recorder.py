@@ -1,7 +1,4 @@
-"""What the guard asks of a black box, and when it asks.
-
-The guard knows no more of one than this: `hfpatch.BlackBox` is one, and lies above.
-"""
+"""The interface between the guard and a black box, such as `hfpatch.BlackBox`."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ if TYPE_CHECKING:
 
 NEXT = (
     "next: pass black_box=hfpatch.BlackBox(DIR) to the guard: it keeps such a batch, runs it again and names the "
-    "operation that went wrong; hfpatch.trace(model) does so for a batch of yours"
+    "operation that went wrong; hfpatch.trace(model) does so for a batch that you run yourself"
 )
-"""How the message of a stop ends where there was no black box."""
+"""End of the message of a `GuardStop` without a black box."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +27,11 @@ class Event:
     """A window that was skipped, or after which the run stops.
 
     Attributes:
-        facts: The window.
-        recent: The last windows, oldest first, this one at the end.
+        facts: The facts of the window.
+        recent: The facts of the last windows, oldest first; the last is this one.
         counts: The guard's counters, by the name of their metric.
-        scaler: State of the GradScaler, after this window; None without one.
-        stop: Why the run stops, in words; None if it goes on.
+        scaler: State of the GradScaler after this window; None without one.
+        stop: Why the run stops; None if it continues.
     """
 
     facts: Facts
@@ -44,27 +41,27 @@ class Event:
     stop: str | None
 
     @property
-    def moved(self) -> bool:
-        """Whether the weights were changed after the window's forward passes."""
+    def stepped(self) -> bool:
+        """True if the optimizer changed the weights after the window's forward passes."""
         return self.facts.kind == "stepped"
 
 
 class Recorder(Protocol):
-    """Follows the calls of one model. It never raises, and never waits for a device but in `record`."""
+    """Follows the calls of one model. It never raises, and waits for a device only in `record`."""
 
-    def noted(self, loss: Tensor) -> None:
-        """A micro-batch ended: backward was called on this loss, which may be a share of the model's."""
+    def end_micro_batch(self, loss: Tensor) -> None:
+        """End a micro-batch: backward was called on this loss, which may be a share of the model's loss."""
         ...
 
-    def window(self) -> Any:
-        """A window ended: what was kept of its micro-batches. The recorder lets go of it."""
+    def end_window(self) -> Any:
+        """End a window: return what was kept of its micro-batches. The recorder releases it."""
         ...
 
     def record(self, window: Any, event: Event) -> tuple[str, ...]:
-        """Write down an event; called before the weights change again.
+        """Record an event; called before the weights change again.
 
         Returns:
-            What to tell: what was found, and what to do next; at least one line if the run stops.
+            Lines to report: the finding and what to do next; at least one if the run stops.
         """
         ...
 
@@ -74,7 +71,7 @@ class Recorder(Protocol):
 
 
 class Box(Protocol):
-    """What is passed as `black_box=`."""
+    """The argument `black_box=` of a guard."""
 
     def attach(self, model: nn.Module) -> Recorder:
         """Follow the calls of a model from now on."""
@@ -84,10 +81,10 @@ class Box(Protocol):
 BOX = having("an hfpatch.BlackBox", "attach")
 
 
-def conclude(
+def record_and_raise(
     recorder: Recorder | None, window: Any, judge: Judge, facts: Facts, scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Have an event written down, then raise what is due. An ordinary overflow of the loss scale is no event.
+    """Record a skip or a stop, then raise if the run has to stop. An ordinary overflow is not recorded.
 
     Raises:
         GuardStop: Too many skips in a row, or a weight is not finite.

@@ -1,4 +1,4 @@
-"""What a training run is asked to do, from TrainingArguments, a dict or a file: only what `hfpatch.check` looks at."""
+"""The training arguments that `hfpatch.check` needs, from TrainingArguments, a dict or a file."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _TRUTHS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Settings:
-    """A training run as `transformers.Trainer` would do it.
+    """Settings of a training run with `transformers.Trainer`.
 
     Attributes:
-        precision: no, fp16 (autocast and a GradScaler) or bf16 (autocast).
+        precision: `no`, `fp16` (autocast and a GradScaler), `bf16` (autocast) or `fp8`.
         optim: Name of the optimizer, as in `TrainingArguments.optim`.
-        eps: Of Adam.
-        accumulation: Micro-batches in a step.
-        processes: Ranks that share the count of supervised tokens; 1 where it is not shared.
-        clip: Norm to clip to; 0: clipping is off.
-        nan_filter: The Trainer's log leaves out losses that are not finite.
-        smoothing: The Trainer computes the loss itself, with label smoothing.
-        checkpointing: The Trainer turns activation checkpointing on.
-        reentrant: With torch's reentrant implementation.
-        cpu: It trains on the CPU.
+        eps: The eps of Adam.
+        accumulation: Micro-batches per step.
+        processes: Number of ranks over which supervised tokens are counted; 1 if each rank counts its own.
+        clip: Norm to clip to; 0 if clipping is off.
+        nan_filter: True if the Trainer's log leaves out losses that are not finite.
+        smoothing: True if the Trainer computes the loss itself, with label smoothing.
+        checkpointing: True if the Trainer turns activation checkpointing on.
+        reentrant: True if checkpointing uses torch's reentrant implementation.
+        cpu: True if it trains on the CPU.
         ignored: Keys that TrainingArguments does not have.
     """
 
@@ -52,28 +52,28 @@ class Settings:
 
     @property
     def scaled(self) -> bool:
-        """A GradScaler multiplies the loss."""
+        """True if a GradScaler multiplies the loss."""
         return self.precision == "fp16"
 
     @property
     def is_torch_adam(self) -> bool:
-        """The optimizer is torch's own Adam, whose arithmetic and state are in the parameters' dtype."""
+        """True if the optimizer is torch's AdamW, whose state has the parameters' dtype."""
         return self.optim in ("adamw_torch", "adamw_torch_fused")
 
     @property
     def fused(self) -> bool:
-        """It is the fused one: its state is in the parameters' dtype, its arithmetic in float32."""
+        """True if it is the fused AdamW, whose state has the parameters' dtype and which computes in float32."""
         return self.optim == "adamw_torch_fused"
 
 
 def read_settings(args: Any) -> Settings:
-    """Settings of `TrainingArguments` (or a subclass, such as TRL's SFTConfig), or of a mapping with such keys.
+    """Return the settings in `TrainingArguments`, a subclass such as TRL's SFTConfig, or a mapping with such keys.
 
-    Keys that are left out have the defaults of TrainingArguments; `mixed_precision` ("no", "fp16", "bf16") is taken
-    for `fp16` and `bf16`, as accelerate's configuration has it.
+    Missing keys have the defaults of TrainingArguments. `mixed_precision` ("no", "fp16", "bf16"), as in accelerate's
+    configuration, stands for `fp16` and `bf16`.
 
     Raises:
-        InputError: Neither, or a value that is none for its key.
+        InputError: `args` is none of these, or a value does not fit its key.
     """
     if isinstance(args, Mapping):
         given = {str(k): v for k, v in args.items()}
@@ -83,12 +83,12 @@ def read_settings(args: Any) -> Settings:
     else:
         raise InputError(
             f"check: args: want TrainingArguments, or a dict with its keys; got {type(args).__name__}; leave it out to "
-            "look at the model alone"
+            "check the model alone"
         )
     read = _Reader({**_defaults(), **{k: v for k, v in given.items() if v is not None}})
     options = read.mapping("optim_args")
     kwargs = read.mapping("activation_checkpointing_kwargs") or read.mapping("gradient_checkpointing_kwargs")
-    shared = read.truth("average_tokens_across_devices")
+    shared = read.boolean("average_tokens_across_devices")
     return Settings(
         precision=read.precision(),
         optim=str(getattr(read.values["optim"], "value", read.values["optim"])),
@@ -96,30 +96,32 @@ def read_settings(args: Any) -> Settings:
         accumulation=int(read.number("gradient_accumulation_steps", least=1)),
         processes=int(read.number("world_size", least=1)) if shared and "world_size" in read.values else 1,
         clip=0.0 if "max_grad_norm" in given and given["max_grad_norm"] is None else read.number("max_grad_norm"),
-        nan_filter=read.truth("logging_nan_inf_filter"),
+        nan_filter=read.boolean("logging_nan_inf_filter"),
         smoothing=read.number("label_smoothing_factor") > 0,
-        checkpointing=read.truth("activation_checkpointing") or read.truth("gradient_checkpointing"),
-        # without any kwargs transformers asks for the other one; with some, torch's default is this one
+        checkpointing=read.boolean("activation_checkpointing") or read.boolean("gradient_checkpointing"),
+        # without kwargs transformers uses the non-reentrant implementation; with some, torch's default is reentrant
         reentrant=bool(kwargs) and kwargs.get("use_reentrant", True) is not False,
-        cpu=read.truth("use_cpu"),
+        cpu=read.boolean("use_cpu"),
         ignored=tuple(k for k in given if k not in _defaults() and k not in ("mixed_precision", "world_size")),
     )
 
 
 def settings_file(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file.
+    """Return the mapping in a JSON or YAML file.
 
     Raises:
-        InputError: It cannot be read, or holds something else.
+        InputError: The file cannot be read, or does not hold a mapping.
     """
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise InputError(f"--args {path}: {size:,} bytes are no training arguments; name a JSON or YAML file")
+            raise InputError(
+                f"--args {path}: {size:,} bytes are too many for training arguments; name a JSON or YAML file"
+            )
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"--args {path}: not text (training_args.bin is a pickle, which is not read); want JSON or YAML, such as "
-            "TrainingArguments.to_json_string() gives"
+            f"--args {path}: not a text file (training_args.bin is a pickle, which is not read); want JSON or YAML, "
+            "such as the output of TrainingArguments.to_json_string()"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         why = error.strerror if isinstance(error, OSError) else error
@@ -159,7 +161,7 @@ def _defaults() -> dict[str, Any]:
 
     fields = dataclasses.fields(TrainingArguments)
     values = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
-    # one of each pair is missing, by the version of transformers
+    # each version of transformers has one of the two names
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         values[name] = values.get(name) or False
         values.setdefault(f"{name}_kwargs", None)
@@ -167,7 +169,7 @@ def _defaults() -> dict[str, Any]:
 
 
 class _Reader:
-    """Values by key, of the kind that is wanted."""
+    """Reads values by key, and raises `InputError` if one does not fit."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -175,14 +177,14 @@ class _Reader:
     def number(self, key: str, least: float = 0.0) -> float:
         value = self.values[key]
         try:
-            number = float(value)  # YAML reads 1e-8 as a text
+            number = float(value)  # YAML reads 1e-8 as a string
         except (TypeError, ValueError):
             number = math.nan
         if isinstance(value, bool) or not least <= number < math.inf:
             raise InputError(f"check: {key}: want a number of at least {least:g}, got {value!r}")
         return number
 
-    def truth(self, key: str) -> bool:
+    def boolean(self, key: str) -> bool:
         value = self.values[key]
         if isinstance(value, str):
             value = _TRUTHS.get(value.lower(), value)
@@ -191,7 +193,7 @@ class _Reader:
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """A mapping, or its text as command lines have it: JSON, or `name=value, ...`."""
+        """Return a mapping, also one given as text on a command line: JSON, or `name=value, ...`."""
         value = self.values.get(key)
         if isinstance(value, Mapping):
             return {str(k): v for k, v in value.items()}
@@ -209,7 +211,7 @@ class _Reader:
         raise InputError(f"check: {key}: want a mapping, got {value!r}")
 
     def precision(self) -> str:
-        asked = [name for name in ("fp16", "bf16") if self.truth(name)]
+        asked = [name for name in ("fp16", "bf16") if self.boolean(name)]
         if len(asked) > 1:
             raise InputError("check: fp16 and bf16 are both true, which the Trainer refuses; choose one")
         named = self.values.get("mixed_precision", "no")

@@ -1,4 +1,4 @@
-"""What `hfpatch.check` is about: a model, the way it is to be trained, and where."""
+"""The subject of `hfpatch.check`: a model, its training arguments, and the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from hfpatch.errors import InputError
 from hfpatch.given import shown
-from hfpatch.guarding.checks import plain, trained
+from hfpatch.guarding.checks import clean_name, trained_parameters
 from hfpatch.guarding.settings import Settings, read_settings
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
@@ -19,21 +19,21 @@ from hfpatch.model.wrapping import unwrap
 
 
 class Subject:
-    """Facts that several kinds of hazard are told from. The arguments are those of `check`.
+    """Facts that the checks for hazards share. The arguments are those of `check`.
 
     Attributes:
-        survey: Of the model.
-        model: As it is trained.
-        inner: Inside all wrappers: whose forward a Trainer looks at.
-        settings: What the arguments say; None without any.
-        optimizer: Torch's own; None if there is none yet.
-        scaled: A GradScaler multiplies the loss.
-        loaded: There are weights; else the model was built on meta from a config.
-        batch: As given.
-        device: Where it is trained; None if that is not known.
+        survey: The survey of the model.
+        model: The model as it is trained, with its wrappers.
+        inner: The model inside all wrappers, whose forward a Trainer inspects.
+        settings: The training arguments; None if none were passed.
+        optimizer: The torch optimizer; None if none was passed.
+        scaled: True if a GradScaler multiplies the loss.
+        loaded: True if the model has weights; False if it was built on meta from a config.
+        batch: The batch, as passed.
+        device: The device it is trained on; None if it is not known.
 
     Raises:
-        InputError: A value in `args` is none for its key; no such device.
+        InputError: A value in `args` does not fit its key; no such device.
         NotAModelError: `model` holds no torch module.
     """
 
@@ -55,25 +55,25 @@ class Subject:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are trained, by name."""
+        """The trained parameters, by name."""
         if self.optimizer is not None:
-            return trained(self.model, self.optimizer)
-        return {plain(n): p for n, p in self.model.named_parameters() if p.requires_grad}
+            return trained_parameters(self.model, self.optimizer)
+        return {clean_name(n): p for n, p in self.model.named_parameters() if p.requires_grad}
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """The quantization its config asks for."""
+        """The quantization config of the model; None without one."""
         config: Any = peek(self.inner, "config")
         asked: Any = getattr(config, "quantization_config", None)
         return dict(asked) if isinstance(asked, Mapping) else None if asked is None else dict(vars(asked))
 
     @property
     def knows_dtypes(self) -> bool:
-        """Whether what trains has the dtype it shows: adapters on a quantised base are in no config."""
+        """True if the trained parameters are known by dtype: adapters on a quantised base are in no config."""
         return self.loaded or self.quantization is None
 
     def share(self, dtype: torch.dtype) -> str | None:
-        """How many of the trained parameters have a dtype, as the beginning of a sentence; None if none has."""
+        """Return how many trained parameters have a dtype, as the beginning of a sentence; None if none has it."""
         names = [n for n, p in self.parameters.items() if p.requires_grad and p.dtype == dtype]
         if not names:
             return None
@@ -87,7 +87,7 @@ class Subject:
             except (RuntimeError, TypeError, ValueError) as error:
                 raise InputError(f"check: device: want one such as 'cuda:0' or 'cpu', got {shown(given)}") from error
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-                raise InputError(f"check: device: torch sees {torch.cuda.device_count()} GPUs here, got {given!r}")
+                raise InputError(f"check: device: torch finds {torch.cuda.device_count()} GPUs here, got {given!r}")
             return device
         if self.settings is not None and self.settings.cpu:
             return torch.device("cpu")

@@ -1,1 +1,1 @@
-"""Pure functions of tensors: initial values and what else has numbers in it. Knows no model."""
+"""Functions of tensors and nn modules: initial values, statistics, losses, attention, modulation."""

@@ -1,4 +1,4 @@
-"""Attention with its logits in float32, and attention that avoids one kernel: for transformers' `AttentionInterface`.
+"""Attention with float32 logits, and attention without the cuDNN kernel: for transformers' `AttentionInterface`.
 
 Shapes as there: query `[batch, heads, tokens, width]`, key and value `[batch, kv heads, kv tokens, width]`, output
 `[batch, tokens, heads, width]`.
@@ -20,16 +20,16 @@ from transformers.masking_utils import sdpa_mask
 
 
 def fp32_logits_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Boolean, True where a query may look; None for a plain causal mask, so that nothing grows with tokens squared.
+    """Return a boolean mask, True where a query may attend; None for a plain causal mask, to save memory.
 
-    None is never "everything", as it may be in sdpa's masks, where a causal module then takes it for causal.
+    In transformers' sdpa masks None may also mean that every query attends to every key; here it never does.
     """
     return sdpa_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
 
 
 SMALL = 256
-"""Up to this many tokens squared the CPU takes the written-out form, which costs little there: where a softmax has
-all its weight on one key, its gradients are 10 times nearer to float64 (and as good as 0 either way)."""
+"""Up to SMALL x SMALL query-key pairs the CPU computes attention without a fused kernel, which costs little at this
+size: if a softmax puts all its weight on one key, the gradients (almost 0) are 10 times closer to float64."""
 
 
 def fp32_logits_attention(
@@ -45,28 +45,29 @@ def fp32_logits_attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softmax attention whose query-key product and softmax are in float32, whatever autocast says.
+    """Compute softmax attention with query-key product and softmax in float32, also under autocast.
 
-    A query that may look at nothing gives 0. torch's fused attention keeps its logits in float32 by itself
-    and is used where it can do the whole job; soft-caps, sinks, position biases and returned weights take the
-    written-out form, whose memory grows with tokens squared, as eager attention's does.
+    The output of a query that may attend to no key is 0. torch's fused attention, which keeps its logits in float32, is
+    used if it supports the call; soft-caps, sinks, position biases and returned weights are computed without it, with
+    memory that grows with tokens squared, as in eager attention.
 
     Args:
         module: The attention module; `num_key_value_groups`, `is_causal` and `sinks` are read from it.
         query: `[batch, heads, tokens, width]`.
         key: `[batch, kv heads, kv tokens, width]`.
         value: `[batch, kv heads, kv tokens, value width]`.
-        scaling: Factor of the logits; None for 1 / sqrt(width).
+        attention_mask: `[batch, 1 or heads, tokens, kv tokens]`, or None. Boolean, True where a query may attend; or
+            added to the logits, where half of the dtype's lowest value and less masks the key.
+        scaling: Factor on the logits; None for 1 / sqrt(width).
         dropout: Share of weights dropped in training.
-        is_causal: Overrides the module's own, where no mask is given; a module without one is not causal.
-        attention_mask: Boolean, True to look; or added to the logits, where half of the dtype's lowest
-            value and less means "not at all"; `[batch, 1 or heads, tokens, kv tokens]`, or None.
-        softcap: `cap * tanh(logits / cap)`.
-        position_bias: Added to the logits.
-        kwargs: `s_aux` or `sinks`, a learned logit for each head that attends to nothing; `output_attentions`.
+        is_causal: Used if there is no mask; None for the module's `is_causal`, or False without one.
+        softcap: `cap` in `cap * tanh(logits / cap)`; None for no soft-cap.
+        position_bias: Added to the logits; None for no bias.
+        kwargs: `s_aux` or `sinks`, a learned logit per head that attends to no key; `output_attentions`.
 
     Returns:
-        The output in the dtype of `value`, and the weights (None where the fused form ran).
+        The output `[batch, tokens, heads, value width]` in the dtype of `value`, and the weights (None if the fused
+        attention ran).
     """
     sinks = next((s for n in ("s_aux", "sinks") if (s := kwargs.get(n)) is not None), getattr(module, "sinks", None))
     small = query.device.type == "cpu" and query.shape[2] * key.shape[2] <= SMALL**2
@@ -98,16 +99,16 @@ def fp32_logits_attention_masked(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `fp32_logits_attention`, with eager attention's masks: they say it all, and none means everything."""
+    """As `fp32_logits_attention`, with the masks of eager attention: without a mask, attention is not causal."""
     kwargs["is_causal"] = False
     return fp32_logits_attention(module, query, key, value, attention_mask, **kwargs)
 
 
 def split_mask(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A mask as (where a query may look, what is added there).
+    """Split a mask into a boolean mask, True where a query may attend, and a bias to add; each may be None.
 
-    An additive mask's lowest values are meant as "not at all": added in float32, float16's -65,504 would be
-    just a number that a logit can pass.
+    The lowest values of an additive mask become False: added in float32, float16's -65,504 would not mask a key,
+    because logits can be larger.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -118,7 +119,7 @@ def split_mask(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Te
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """True where key position <= query position, from the upper left as `is_causal` means it."""
+    """Return a mask, True where key position <= query position, aligned to the upper left as torch's `is_causal`."""
     tokens, keys = query.shape[2], key.shape[2]
     return torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()[None, None]
 
@@ -140,7 +141,7 @@ def _fused(
     mask, alive = allowed, None
     if allowed is not None:
         alive = allowed.any(-1, keepdim=True)
-        mask = allowed | ~alive  # a row without keys is NaN in some kernels, and NaN times 0 stays
+        mask = allowed | ~alive  # a row without keys is NaN in some kernels, and NaN times 0 is NaN
         if bias is not None:
             mask = bias.to(compute).masked_fill(~mask, -torch.inf)
     out, _ = sdpa_without_cudnn(
@@ -188,7 +189,7 @@ def _written_out(
     weights = logits.softmax(-1)
     weights = weights if sinks is None else weights[..., :-1]
     if allowed is not None:
-        weights = weights * allowed  # the rows left alone above give 0
+        weights = weights * allowed  # rows in which every key is masked give 0
     weights = F.dropout(weights, p=dropout, training=module.training)
     out = (weights @ values).transpose(1, 2).contiguous()
     return out.to(value.dtype), weights.to(value.dtype)
@@ -202,11 +203,11 @@ def sdpa_without_cudnn(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The sdpa attention of transformers, on every backend but cuDNN's where that one's gradients fail.
+    """Compute the sdpa attention of transformers, without the cuDNN backend in the cases where its gradients fail.
 
-    They fail where a mask is given and the number of keys leaves 64 modulo 128, for rows whose logits lie below -88;
-    other lengths keep cuDNN, the fastest. The backend picked in the forward pass does the backward pass too, so the
-    choice is needed for this call only; torch's switch is put back before it returns.
+    They fail with a mask if the number of keys is 64 modulo 128, for rows whose logits are below -88; other lengths
+    keep cuDNN, the fastest. The backend of the forward pass also does the backward pass, so the choice is needed for
+    this call only; torch's setting is restored before it returns.
     """
     if attention_mask is None or key.shape[2] % 128 != 64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -215,10 +216,10 @@ def sdpa_without_cudnn(
 
 
 def differs_from_eager(eager: Callable[..., Any], module: nn.Module, cap: float | None) -> str | None:
-    """What distinguishes `fp32_logits_attention` from a module's own eager attention; None if nothing does.
+    """Return how a module's own eager attention differs from `fp32_logits_attention`; None if it does not.
 
-    Both are run in float32 on a few random tokens, with and without a mask, with the module's own soft-cap and
-    with random sinks where it has some: 1 ms.
+    Both are run in float32 on a few random tokens, with and without a mask, with the module's own soft-cap, and with
+    random sinks if it has sinks. It takes about 1 ms.
     """
     plain = {k: v for k, v in module.__dict__.items() if v is None or isinstance(v, (int, float, str))}
     groups = int(plain.get("num_key_value_groups") or 1)
@@ -238,21 +239,21 @@ def differs_from_eager(eager: Callable[..., Any], module: nn.Module, cap: float 
         try:
             theirs = eager(stub, q, k, v, given, scaling=0.5, dropout=0.0, **extras)[0]
         except (AttributeError, TypeError, RuntimeError, ValueError, KeyError) as error:
-            if given is None:  # it is never run without
+            if given is None:  # it is never called without a mask
                 continue
             return f"does not run on its own ({type(error).__name__}: {error})"
         ours = fp32_logits_attention(cast("nn.Module", stub), q, k, v, given, scaling=0.5, **extras)[0]
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5):
-            return f"gives something else {what}"
+            return f"gives a different output {what}"
     return None
 
 
 @cache
 def cudnn_backward_fails(device: torch.device) -> bool:
-    """Whether sdpa's default backend gives non-finite gradients on a CUDA device where the math is finite.
+    """True if sdpa's default backend gives non-finite gradients on a CUDA device where they should be finite.
 
-    Runs the shape that is known to fail, once for each process and device: bfloat16, 192 tokens, a boolean causal
-    mask, all logits near -120. Some 10 ms, 2 MB.
+    Runs a case that is known to fail, once per process and device: bfloat16, 192 tokens, a boolean causal mask, all
+    logits near -120. It takes about 10 ms and 2 MB.
     """
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, 2, 192, 128)

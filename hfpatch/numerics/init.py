@@ -1,4 +1,4 @@
-"""Initial values: functions of the tensor they replace, seeded, that never touch torch's global random state."""
+"""Initial values: functions of the tensor they replace, seeded, which do not use torch's global random state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hfpatch.errors import InputError
 
 
 def check_draw(std: Any, seed: Any, input_rms: Any) -> None:
-    """Check what a caller says of a draw; `std` may be None.
+    """Check the options of a draw; `std` may be None.
 
     Raises:
-        InputError: `std` or `input_rms` is no positive number, or `seed` no integer that a generator takes.
+        InputError: `std` or `input_rms` is not a positive number, or `seed` is not an integer from 0 to 2**62 - 1.
     """
     for name, value in (("std", std), ("input_rms", input_rms)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -27,20 +27,20 @@ def check_draw(std: Any, seed: Any, input_rms: Any) -> None:
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent draws from a normal distribution of mean 0.
+    """Independent draws from a normal distribution with mean 0.
 
-    They are made on the CPU in float32 and then cast, so that one seed gives one tensor on every device.
+    They are made on the CPU in float32 and then cast, so a seed gives the same tensor on every device.
 
     Args:
         std: Standard deviation.
-        seed: Of the generator.
+        seed: Seed of the generator.
     """
 
     std: float
     seed: int = 0
 
     def __call__(self, current: torch.Tensor) -> torch.Tensor:
-        """New values of the shape, dtype and device of `current`, which stays as it is."""
+        """Return new values with shape, dtype and device of `current`, which is not changed."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.empty(current.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
         return drawn.to(dtype=current.dtype, device=current.device)
@@ -54,7 +54,7 @@ class Zeros:
     """Zeros."""
 
     def __call__(self, current: torch.Tensor) -> torch.Tensor:
-        """Zeros of the shape, dtype and device of `current`, which stays as it is."""
+        """Return zeros with shape, dtype and device of `current`, which is not changed."""
         return torch.zeros_like(current, requires_grad=False)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Multiplicative modulation that cannot reach zero: the bounded factor, and a low-rank adapter that uses it.
 
-The factor is `low + (high - low) * sigmoid(x + shift)`, with the shift at which it is 1 for x = 0. It is computed
-as 1 + delta(x) from tanh(x / 2), which is exactly 1 at 0 and loses no digits to `x + shift` in half precision.
+The factor is `low + (high - low) * sigmoid(x + shift)`, with the shift for which it is 1 at x = 0. It is computed as
+1 + delta(x) from tanh(x / 2), which is exactly 1 at 0 and avoids the rounding of `x + shift` in half precision.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ CHILD = "modulation"
 
 
 def check_bounds(low: Any, high: Any) -> tuple[float, float]:
-    """The bounds as floats.
+    """Return the bounds as floats.
 
     Raises:
-        InputError: They are no finite numbers, low is not above 0, or 1 does not lie between them, as float32 has them.
+        InputError: A bound is not a finite number, low is not above 0, or 1 is not strictly between them in float32.
     """
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < 1e38 for v in (low, high))
     if not numbers or not 1e-37 < low < 1 - 1e-7 < 1 + 2e-7 < high:
         raise InputError(
-            f"modulation bounds low={shown(low)}, high={shown(high)}: want 0 < low < 1 < high, finite and apart in "
+            f"modulation bounds low={shown(low)}, high={shown(high)}: want 0 < low < 1 < high, finite and distinct in "
             "float32; 1 must lie strictly between them, because a factor that cannot be 1 changes the model before "
-            "anything is trained, and one that reaches 0 lets nothing through; "
-            f"take e.g. low={LOW}, high={HIGH}"
+            "training, and one that reaches 0 blocks the signal; "
+            f"use for example low={LOW}, high={HIGH}"
         )
     return float(low), float(high)
 
 
 def delta(x: torch.Tensor, low: float = LOW, high: float = HIGH) -> torch.Tensor:
-    """`low + (high - low) * sigmoid(x + shift) - 1`, with the shift that makes it 0 at 0.
+    """Return `low + (high - low) * sigmoid(x + shift) - 1`, with the shift for which it is 0 at 0.
 
     Args:
-        x: Any shape, floating.
+        x: Any shape, floating-point.
         low: Lower limit of the factor, below 1.
         high: Upper limit, above 1.
 
     Returns:
-        Shape and dtype of `x`; exactly 0 where `x` is. For (0.5, 1.5) it is `0.5 * tanh(x / 2)`; the slope at 0 is
-        `(1 - low) * (high - 1) / (high - low)`.
+        A tensor with shape and dtype of `x`; exactly 0 where `x` is 0. For (0.5, 1.5) it is `0.5 * tanh(x / 2)`; the
+        slope at 0 is `(1 - low) * (high - 1) / (high - low)`.
     """
     part = (1 - low) / (high - low)  # sigmoid(shift)
     skew = 2 * part - 1
@@ -63,12 +63,12 @@ def delta(x: torch.Tensor, low: float = LOW, high: float = HIGH) -> torch.Tensor
 
 
 def modulation(x: torch.Tensor, low: float = LOW, high: float = HIGH) -> torch.Tensor:
-    """The factor `1 + delta(x)`, between `low` and `high`, exactly 1 at 0; shape and dtype of `x`."""
+    """Return the factor `1 + delta(x)`, between `low` and `high` and exactly 1 at 0, with shape and dtype of `x`."""
     return delta(x, low, high) + 1
 
 
 def product(low: float, high: float, layers: int) -> str:
-    """What the bounds allow over a number of layers in a row, in a few words."""
+    """Return a text with the smallest and largest product of the factors over a number of layers in a row."""
     least, most = (_power(bound, layers) for bound in (low, high))
     past = ", which passes float16's 65,504" if most > FLOAT16_MAX else ""
     text = f"{most:,.0f}" if 10 <= most < 1e9 else f"{most:.3g}"
@@ -92,7 +92,7 @@ class BoundedModulation(nn.Module):
         high: Upper limit, above 1.
 
     Raises:
-        InputError: 1 does not lie between the bounds.
+        InputError: The bounds cannot be used; see `check_bounds`.
     """
 
     def __init__(self, low: float = LOW, high: float = HIGH) -> None:
@@ -100,20 +100,20 @@ class BoundedModulation(nn.Module):
         self.low, self.high = check_bounds(low, high)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The factor: shape and dtype of `x`."""
+        """Return the factor, with shape and dtype of `x`."""
         return modulation(x, self.low, self.high)
 
     def extra_repr(self) -> str:
-        """The bounds."""
+        """Return the bounds as text."""
         return f"low={self.low:g}, high={self.high:g}"
 
 
 class ModulationAdapter(nn.Module):
     """Low-rank modulation of a hidden state: `h * factor(B_mult(A h)) + 0.1 * B_add(A h)`.
 
-    A has std 0.02, B_add std 0.001, B_mult zeros: the factor is exactly 1 at first, and the added part some 1e-5 of
-    h. The adapter computes in the dtype of its own weights (float32 beside a half-precision model) and gives back
-    the dtype of `h`.
+    At initialisation A has std 0.02, B_add std 0.001, and B_mult is 0: the factor is exactly 1, and the added part is
+    about 1e-5 of h. The adapter computes in the dtype of its own weights (float32 in a half-precision model) and
+    returns the dtype of `h`.
 
     Args:
         width: Size of the last dimension of `h`.
@@ -121,11 +121,12 @@ class ModulationAdapter(nn.Module):
         low: Lower limit of the factor, below 1.
         high: Upper limit, above 1.
         safe_mode: Additive path only: there is no B_mult.
-        dtype: Of the weights; None for torch's default.
-        device: Of the weights.
+        dtype: The dtype of the weights; None for torch's default.
+        device: The device of the weights; None for torch's default.
 
     Raises:
-        InputError: Width or rank is no positive integer, or 1 does not lie between the bounds.
+        InputError: Width or rank is not a positive integer, the bounds cannot be used, or another argument is not of
+            its kind.
     """
 
     ADD_SCALE = 0.1
@@ -164,7 +165,7 @@ class ModulationAdapter(nn.Module):
             nn.init.zeros_(self.b_mult.weight)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """Modulate `h [..., width]`; same shape and dtype."""
+        """Return `h`, `[..., width]`, modulated, with the same shape and dtype."""
         wide = h.to(self.a_proj.weight.dtype)
         low_rank = self.a_proj(wide)
         added = self.ADD_SCALE * self.b_add(low_rank)
@@ -183,24 +184,27 @@ class ModulationAdapter(nn.Module):
         layers: Iterable[int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Attached:
-        """Give decoder layers an adapter on their output.
+        """Attach an adapter to the output of decoder layers.
 
-        Each becomes the child `modulation` of its layer, so optimizers, `state_dict` and `.to()` see it, and a
-        forward hook of the layer runs it: also under gradient checkpointing, DDP and deepcopy. Nothing is frozen
-        or unfrozen. Attach after `get_peft_model`, which freezes what it finds, or name it in `modules_to_save`.
-        To load a checkpoint that has them, attach first.
+        Each becomes the child `modulation` of its layer, so optimizers, `state_dict` and `.to()` find it. A forward
+        hook of the layer runs it, also under gradient checkpointing, DDP and deepcopy. No parameter is frozen or
+        unfrozen. Attach after `get_peft_model`, which freezes existing parameters, or name it in `modules_to_save`. To
+        load a checkpoint with adapters, attach first.
 
         Args:
-            model: A module that holds one language model, however wrapped.
-            rank: As for the class, like low, high and safe_mode.
-            low: See rank.
-            high: See rank.
-            safe_mode: See rank.
+            model: A module that holds one language model, wrapped or not.
+            rank: As for the class.
+            low: As for the class.
+            high: As for the class.
+            safe_mode: As for the class.
             layers: Indices of the layers (negative ones from the end); None for all.
-            dtype: Of the adapters' weights.
+            dtype: The dtype of the adapters' weights.
+
+        Returns:
+            The adapters and the paths of their layers.
 
         Raises:
-            InputError: No or several language models, no such layer, or a layer that has a child of that name.
+            InputError: No or several language models, no such layer, or a layer that already has such a child.
         """
         check_bounds(low, high)
         want("ModulationAdapter.attach", rank=(rank, SIZE), safe_mode=(safe_mode, FLAG), dtype=(dtype, FLOATING))
@@ -219,18 +223,18 @@ class ModulationAdapter(nn.Module):
 
 @dataclass(frozen=True)
 class Attached:
-    """Adapters put into a model. Printing it says what the bounds allow over all layers.
+    """Adapters attached to a model. Prints the range of the factors' product over all layers.
 
     Attributes:
-        paths: The decoder layers.
-        adapters: One for each.
+        paths: Paths of the decoder layers.
+        adapters: The adapter of each layer.
     """
 
     paths: tuple[str, ...]
     adapters: tuple[ModulationAdapter, ...]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of all adapters, for the optimizer."""
+        """Return the parameters of all adapters, for the optimizer."""
         return [p for adapter in self.adapters for p in adapter.parameters()]
 
     def __str__(self) -> str:
@@ -245,18 +249,18 @@ class Attached:
 
 @dataclass(frozen=True)
 class RunChild:
-    """A forward hook that sends a module's output, or the first item of it, through one of its children."""
+    """A forward hook that passes a module's output, or its first item, through one of its children."""
 
     child: str
 
     def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """The output, modulated."""
+        """Return the output, passed through the child."""
         run = getattr(module, self.child)
         return (run(output[0]), *output[1:]) if isinstance(output, tuple) else run(output)
 
 
 def _places(survey: Survey, wanted: Iterable[int] | None) -> tuple[int, list[tuple[str, nn.Module]]]:
-    """Width of the residual stream of the one language model, and its decoder layers or some of them."""
+    """Return the width of the language model's residual stream, and its decoder layers or those that are wanted."""
     try:
         submodel, _ = resolve(survey)
     except NoEmbeddingError as error:
@@ -264,7 +268,10 @@ def _places(survey: Survey, wanted: Iterable[int] | None) -> tuple[int, list[tup
     stacks = survey.stacks.get(submodel.path)
     width = getattr(submodel.model.config.get_text_config(), "hidden_size", None)
     if not stacks or not isinstance(width, int):
-        raise InputError(f"ModulationAdapter.attach: no list of decoder layers in {submodel.place}")
+        raise InputError(
+            f"ModulationAdapter.attach: no list of decoder layers in {submodel.place}; add ModulationAdapter(width) to "
+            "your own module"
+        )
     layers = list(stacks[-1].items)
     try:
         numbers = range(len(layers)) if wanted is None else list(wanted)
@@ -272,7 +279,7 @@ def _places(survey: Survey, wanted: Iterable[int] | None) -> tuple[int, list[tup
     except TypeError as error:
         raise InputError(f"ModulationAdapter.attach: want layers by their indices, got {shown(wanted)}") from error
     except IndexError as error:
-        raise InputError(f"ModulationAdapter.attach: layers={wanted!r}: there are {len(layers)}") from error
+        raise InputError(f"ModulationAdapter.attach: layers={wanted!r}: the model has {len(layers)} layers") from error
     taken = [path for path, layer in chosen if hasattr(layer, CHILD)]
     if taken or not chosen or len({path for path, _ in chosen}) != len(chosen):
         why = f"{taken[0]} already has a {CHILD!r}" if taken else f"layers={numbers!r}: want at least one, none twice"

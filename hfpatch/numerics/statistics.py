@@ -1,8 +1,9 @@
-"""Statistics of a tensor in one pass over it: what is not finite, extremes, mean, RMS, zeros, what vanishes in float16.
+"""Statistics of a tensor: counts of non-finite values, extremes, mean, RMS, zeros, and underflow in narrower dtypes.
 
-On a GPU every figure is of all elements, by one kernel a tensor (`statistics_triton.py`), and nothing is read before
-`Rows.read`. On a CPU the finite extremes and the counts of what is not finite are of all elements; the rest is of a
-sample of a large tensor, since only `aminmax` is fast there.
+On a GPU they are computed by Triton kernels for many tensors at once (`statistics_triton.py`), over all elements except
+that zeros and underflow of a large tensor are estimated from a part of it; nothing is read before `Rows.read`. On a CPU
+extremes and non-finite values are those of all elements, and the rest is that of a sample of a large tensor, since only
+`aminmax` is fast there.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ import torch
 from hfpatch.numerics.statistics_plain import COLUMNS, THRESHOLDS, DeviceRows, flattened
 
 PLAIN = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
-"""Dtypes that are measured as they are."""
+"""Dtypes that are measured without a cast."""
 
 SAMPLE = 2048
-"""Elements of a larger tensor that its mean, RMS and shares are taken from on a CPU."""
+"""Elements of a larger tensor from which mean, RMS and shares are computed on a CPU."""
 
 TOGETHER = 32
-"""Samples that are reduced at once: few calls, and what they make stays in the cache, in memory that malloc keeps."""
+"""Samples that are reduced together: this saves calls, and temporaries stay small enough for the cache."""
 
 
 class Rows(Protocol):
-    """Rows of statistics of tensors on one device, gathered there and read once."""
+    """Rows of statistics of tensors on one device, collected there and read once."""
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Measure a tensor of any floating or complex dtype and layout; the number of its row. Waits for no GPU."""
+        """Measure a floating-point or complex tensor, and return the index of its row. Does not wait for a GPU."""
         ...
 
     def read(self) -> torch.Tensor:
-        """float64 [rows, len(COLUMNS)] on the CPU; the one transfer."""
+        """Return the rows, float64 `[rows, len(COLUMNS)]` on the CPU, in one transfer."""
         ...
 
 
 def rows(device: torch.device) -> Rows:
-    """Rows for tensors of one device."""
+    """Return empty rows for tensors of one device."""
     if device.type == "cpu":
         return CPURows()
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
@@ -51,7 +52,7 @@ def rows(device: torch.device) -> Rows:
 
 
 class CPURows:
-    """Extremes at once by `aminmax`; samples together when they are read."""
+    """Rows for the CPU: extremes are computed at once by `aminmax`, samples are reduced together when read."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, float, float, float, float]] = []
@@ -76,7 +77,7 @@ class CPURows:
 
     def read(self) -> torch.Tensor:
         """See `Rows`."""
-        # "cpu" is said, since the caller may have set another default device
+        # "cpu" is explicit, because the caller may have set another default device
         table = torch.zeros(len(self._found), len(COLUMNS), dtype=torch.float64, device="cpu")
         if self._found:
             table[:, [0, 1, 2, 7, 8]] = torch.tensor(self._found, dtype=torch.float64, device="cpu")
@@ -94,8 +95,10 @@ class CPURows:
 
 
 def stride(size: int) -> int:
-    """A step that takes some `SAMPLE` of `size` elements and shares no factor with `size`, hence with no dimension of
-    the tensor in any layout, so that every channel comes up, and both parts of complex numbers.
+    """Return a step that takes about `SAMPLE` of `size` elements.
+
+    It shares no factor with `size`, so with no dimension of the tensor: the sample has elements of every channel, and
+    both parts of complex numbers.
     """
     step = size // SAMPLE
     while math.gcd(step, size) != 1:
@@ -105,7 +108,7 @@ def stride(size: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _places(size: int) -> tuple[tuple[int], tuple[int]]:
-    """Size and stride of the sample of so many elements."""
+    """Return size and stride of the sample of a tensor with this many elements."""
     step = stride(size)
     return (-(-size // step),), (step,)
 
@@ -119,11 +122,11 @@ def _with_nonfinite(flat: torch.Tensor) -> tuple[float, float, float, float, flo
 
 
 def _sampled(samples: torch.Tensor) -> torch.Tensor:
-    """zeros, under_*, sum, squares, counted, in float64, of samples `[rows, elements]` of any floating dtype."""
+    """Return zeros, under_*, sum, squares and counted of samples `[rows, elements]`, float64 `[rows, 7]`."""
     x = samples if samples.dtype == torch.float64 else samples.float()
     size = x.abs()
-    below = torch.empty_like(size)  # not bool: adding those up takes four times as long
-    # NaN and inf lie below nothing
+    below = torch.empty_like(size)  # not bool: summing bools takes four times as long
+    # NaN and inf compare false
     zeros, *under = [torch.le(size, t, out=below).sum(1) for t in (0.0, *THRESHOLDS)]
     wide = x.double()
     squares = (wide * wide).sum(1)

@@ -1,10 +1,10 @@
-"""The statistics of tensors on a CUDA device, every byte read once, up to 128 tensors in one launch.
+"""Statistics of tensors on a CUDA device, up to 128 tensors in one launch.
 
-A launch costs the host more than a tensor of a few megabytes costs the GPU. So tensors wait, by reference, until there
-is a lot of them; one that is written to in place in the meantime is measured as it is then.
+A launch costs the host more than a tensor of a few megabytes costs the GPU. So tensors are kept by reference until
+there are many; one that is overwritten in place before the launch is measured with its new values.
 """
 
-# Triton is there with torch's CUDA builds only, and its functions are not Python's.
+# Triton comes with torch's CUDA builds only, and its functions are not Python's.
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportIndexIssue=false
 # pyright: reportMissingParameterType=false, reportAttributeAccessIssue=false
 
@@ -22,13 +22,13 @@ CHUNK = 1024
 LOT = 128
 LOT_BYTES = 3 * 2**27
 WIDTH = 16
-"""Floats of a row: the columns, and what makes it 64 bytes."""
+"""Floats in a row: the columns, padded to 64 bytes."""
 BLOCK = 1024
 WARPS = 4
 PROGRAMS = 264
-"""For each tensor, at most: two for each of the 132 multiprocessors of an H100."""
+"""Largest number of programs for a tensor: two for each of the 132 multiprocessors of an H100."""
 MANY, EVERY = 64, 8
-"""From this many blocks on, zeros and what vanishes are counted in every so many only: counting takes longer than
+"""From this many blocks on, zeros and underflow are counted only in every EVERY-th block: counting takes longer than
 reading."""
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -36,7 +36,7 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 @triton.jit
 def _closer(value, inside, nan, posinf, neginf, low, high, sums, powers):
-    """Take up values of which some are not finite."""
+    """Add values, some of which are not finite, to the running statistics."""
     finite = (tl.abs(value) < float("inf")) & inside
     clean = tl.where(finite, value, 0.0)
     return (
@@ -52,7 +52,7 @@ def _closer(value, inside, nan, posinf, neginf, low, high, sums, powers):
 
 @triton.jit
 def _extremes(meta, rows, kind: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr):
-    """What is not finite, extremes, sum and squares, of all elements."""
+    """Count non-finite values, and compute extremes, sum and squares, over all elements."""
     tensor = tl.program_id(0)
     program = tl.program_id(1)
     programs = tl.num_programs(1)
@@ -133,7 +133,7 @@ def _extremes(meta, rows, kind: tl.constexpr, aligned: tl.constexpr, block: tl.c
 
 @triton.jit
 def _small(meta, rows, kind: tl.constexpr, block: tl.constexpr, many: tl.constexpr, sample: tl.constexpr):
-    """Zeros, and what vanishes in narrower dtypes, in every `sample`-th block of a large tensor."""
+    """Count zeros and underflow in narrower dtypes, in every `sample`-th block of a large tensor."""
     tensor = tl.program_id(0)
     program = tl.program_id(1)
     programs = tl.num_programs(1)
@@ -163,7 +163,7 @@ def _small(meta, rows, kind: tl.constexpr, block: tl.constexpr, many: tl.constex
 
 
 class _Waiting:
-    """Tensors of one dtype that wait, with the numbers of their rows."""
+    """Tensors of one dtype that are not measured yet, with the indices of their rows."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -171,7 +171,7 @@ class _Waiting:
 
 
 class TritonRows:
-    """Tensors wait by dtype; a lot is measured into rows of its own; all rows are read together."""
+    """Rows for CUDA: tensors are collected by dtype and measured in lots; all rows are read together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -188,7 +188,7 @@ class TritonRows:
         """See `Rows`."""
         waiting = self._waiting.get(tensor.dtype)
         if waiting is not None and tensor.is_contiguous() and not tensor.is_neg():
-            # an alias keeps no graph alive while it waits, nor follows a parameter whose `.data` is replaced
+            # a detached alias keeps no graph alive, and does not follow a parameter whose `.data` is replaced
             tensor = tensor.detach()
         else:
             tensor = flattened(tensor)
@@ -234,7 +234,7 @@ class TritonRows:
             _small[grid](meta, rows, kind, BLOCK, MANY, EVERY, num_warps=WARPS)
 
     def _new_chunk(self) -> None:
-        """Room for more rows. A piece of pinned memory is written once: a copy of it may still be under way."""
+        """Allocate more rows. Pinned memory is not reused: a copy from it may still be running."""
         rows = torch.zeros(CHUNK, WIDTH, dtype=torch.float32, device=self._device)
         rows[:, 7].fill_(math.inf)
         rows[:, 8].fill_(-math.inf)
@@ -266,7 +266,7 @@ class TritonRows:
 
 
 def _counted(sizes: torch.Tensor) -> torch.Tensor:
-    """Elements in which zeros were counted."""
+    """Return the number of elements in which zeros were counted, by size of the tensor."""
     blocks = torch.ceil(sizes / BLOCK)
     last = torch.ceil(blocks / EVERY) - 1
     sampled = last * BLOCK + (sizes - last * EVERY * BLOCK).clamp(max=BLOCK)

@@ -1,4 +1,4 @@
-"""The one place that renders: a `Sheet` of rows becomes terminal text or HTML; lines go to stderr."""
+"""All rendering: a `Sheet` of rows becomes terminal text or HTML; lines go to stderr."""
 
 from hfpatch.report.sheet import Sheet as Sheet
 from hfpatch.report.sheet import say as say

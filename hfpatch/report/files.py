@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hfpatch.errors import InputError
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file beside its place and move it there: a reader, or a crash, sees the old one or the new one.
+    """Write a file under a temporary name and rename it: readers see the old file or the new one, also after a crash.
 
-    A link is followed and the permissions of a file that is replaced are kept. What is no regular file (a pipe,
-    `/dev/stdout`) is written to as it is. Text becomes UTF-8.
+    Links are followed, and the permissions of a replaced file are kept. A path that is not a regular file (a pipe,
+    `/dev/stdout`) is written to directly. Text is encoded as UTF-8.
 
     Raises:
-        InputError: The directory is missing, or the file cannot be written; what was there is untouched.
+        InputError: The directory is missing, or the file cannot be written; an existing regular file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     target = Path(path)
@@ -33,7 +33,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 def _replace(target: Path, data: bytes) -> None:
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    # not tempfile, whose files only their owner can read: the umask decides here, as for any new file
+    # not tempfile, whose files only their owner can read: here the umask applies, as for any new file
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -53,10 +53,10 @@ def _reason(target: Path, error: OSError) -> str:
         case IsADirectoryError():
             return "it is a directory; name a file in it"
         case FileNotFoundError():
-            return f"there is no directory {directory}; make it, or name another"
+            return f"there is no directory {directory}; make it, or name another one"
         case NotADirectoryError():
-            return f"{directory} is no directory; name another"
+            return f"{directory} is not a directory; name another one"
         case PermissionError():
-            return f"this user may not write in {directory}; name a directory of yours"
+            return f"no permission to write in {directory}; name another directory"
         case _:
-            return f"{error.strerror or error}; what was there is unchanged"
+            return f"{error.strerror or error}; an existing file is unchanged"

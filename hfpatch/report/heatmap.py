@@ -1,4 +1,4 @@
-"""A heat map that can be shown, as a page or as a picture."""
+"""A heat map that can be shown, as a page or as a picture; `page.py` and `png.py` render it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hfpatch.report.png import draw
 
 
 class Heatmap(Grid):
-    """Magnitudes of tensors in rows and columns, coloured by how near each is to what its dtype can hold."""
+    """Magnitudes of tensors in rows and columns, coloured by how near each is to the limit of its dtype."""
 
     def to_html(self) -> str:
-        """One page that needs no other file and no network; a click, or Enter, on a cell shows its facts."""
+        """Return a page that needs no other file and no network; a click or Enter on a cell shows its facts."""
         return render(self)
 
     def to_png(self, path: str | Path) -> None:
-        """Write the same as a picture, whole or not at all; tables are left out.
+        """Write the map as a PNG, atomically; tables are left out.
 
         Raises:
             InputError: matplotlib is missing, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""A heat map as a page of its own: `page.html`, `page.css` and `page.js` in one."""
+"""A heat map as a self-contained HTML page, made of `page.html`, `page.css` and `page.js`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 CHARACTER = 7
-"""Pixels that a character of a label needs."""
+"""Width of a character of a label, in pixels."""
 BESIDE = 410
-"""Pixels that a page on a desk needs beside the map: the panel and the margins."""
+"""Width of the panel and the margins beside the map on a wide screen, in pixels."""
 BADGE = 58
-"""Pixels that the words before the first bad row's label need."""
+"""Width of the words before the first bad row's label, in pixels."""
 
 
 def render(shown: Grid) -> str:
-    """The page; its policy allows its own style and script, by hash, and nothing else."""
+    """Return the page; its content security policy allows only its own style and script, by hash."""
     style = _asset("page.css") + _generated(shown)
     script = _asset("page.js")
     facts = [
@@ -49,7 +49,7 @@ def render(shown: Grid) -> str:
 
 
 def _generated(shown: Grid) -> str:
-    """What depends on the map or on `scale`: sizes and colours. A policy by hash allows no style on an element."""
+    """Return the CSS that depends on the map and on `scale`; with a policy by hash, elements cannot have styles."""
     columns, rows = max(1, len(shown.columns)), max(1, len(shown.rows))
     label = CHARACTER * min(48, max((len(name) for name in shown.rows), default=0)) + 16 + BADGE * bool(shown.first_bad)
     return "\n".join(
@@ -59,7 +59,7 @@ def _generated(shown: Grid) -> str:
             "@media (prefers-color-scheme: dark) {",
             _colours(scale.DARK, scale.DARK_BAD),
             "}",
-            # the numbers are written into cells only where all columns have room for them
+            # numbers are shown in cells only if the page is wide enough for all columns
             f"@media (min-width: {label + 46 * columns + BESIDE}px) {{",
             ".map { --cell: 45px; }",
             ".map td i { all: unset; }",

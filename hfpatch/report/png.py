@@ -1,4 +1,4 @@
-"""A heat map as a PNG: one axis over the whole picture, measured in inches from the top left corner."""
+"""A heat map as a PNG, drawn on one axis over the whole picture, in inches from the top left corner."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ DPI = 160
 INK, SOFT, PALE, MARK = "#1b1c1f", "#5d6069", "#c9ccd3", "#0757d6"
 POINT = 1 / 72
 ADVANCE = 0.66 * POINT
-"""Inches that a character of DejaVu Sans Mono, which matplotlib ships, takes for each point of its size: 0.602 of it,
-and what rounding to whole pixels adds."""
+"""Width in inches of a character of DejaVu Sans Mono, which matplotlib ships, per point of its size: 0.602 points, plus
+rounding to whole pixels."""
 SMALL, TEXT, TITLE = 7.0, 8.5, 12.0
 PAD, GAP = 0.25, 0.08
 LONGEST = 48
 FLAG = 1.0
-"""Room on the right for the words beside the first bad row."""
+"""Width in inches on the right, for the words beside the first bad row."""
 
 
 def draw(shown: Grid) -> bytes:
-    """The picture, as bytes of a PNG.
+    """Return the heat map as bytes of a PNG.
 
     Raises:
         InputError: matplotlib is missing.
@@ -75,7 +75,7 @@ def draw(shown: Grid) -> bytes:
 
 
 class _Pen:
-    """Draws on one axis whatever the user's matplotlib settings are; text is text, never a formula."""
+    """Draws on one axis, independent of the user's matplotlib settings; text is never parsed as a formula."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -122,7 +122,7 @@ class _Pen:
     def frame(self, x: float, y: float, wide: float, high: float) -> None:
         from matplotlib.patches import Rectangle
 
-        for grow, colour, line in ((0.01, MARK, 2.6), (-0.014, "white", 0.9)):  # white parts it from a black cell
+        for grow, colour, line in ((0.01, MARK, 2.6), (-0.014, "white", 0.9)):  # white separates it from a black cell
             corner = (x - grow, y - grow)
             size = (wide + 2 * grow, high + 2 * grow)
             self.axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=colour, linewidth=line, zorder=4))
@@ -173,7 +173,7 @@ def _labels(
 
 
 def _thinned(count: int, size: float, keep: int) -> list[int]:
-    """Numbers of the labels that have room: each so-many-th, and the one to keep instead of those too near to it."""
+    """Return the indices of evenly spaced labels that fit, and `keep` instead of those too near to it."""
     every = max(1, -int(-SMALL * POINT * 1.25 // size))
     return [i for i in range(count) if i == keep or (i % every == 0 and (keep < 0 or abs(i - keep) >= every))]
 
@@ -220,7 +220,7 @@ def _wrap(texts: list[str] | tuple[str, ...], width: float, size: float) -> list
 
 
 def _fit(name: str) -> str:
-    """A path that is too long loses its start: its end tells one layer from the next."""
+    """Return a name shortened at its start: the end of a path tells layers apart."""
     return name if len(name) <= LONGEST else "…" + name[1 - LONGEST :]
 
 

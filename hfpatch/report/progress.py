@@ -1,4 +1,4 @@
-"""Signs of life on stderr while something long runs: a bar on a terminal, or a line now and then."""
+"""Progress of a long operation on stderr: a bar on a terminal, or a line from time to time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hfpatch.report.sheet import say
 
 @contextmanager
 def progress(title: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show how far something is, until the context is left.
+    """Show a progress bar on stderr inside the context, if stderr is a terminal.
 
     Args:
-        title: What runs.
-        total: Steps, or bytes, in all.
+        title: Name of the operation.
+        total: Total number of steps or bytes.
 
     Yields:
-        A function to call with the number that was done since the last call.
+        A function to call with the number of steps or bytes done since the last call.
     """
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -39,11 +39,11 @@ def progress(title: str, total: int) -> Generator[Callable[[int], None]]:
 
 
 def patience(title: str, *, first: float = 2.0, every: float = 10.0) -> Callable[[str], None]:
-    """Return a function to call, often, with where something long is; it says so on stderr now and then.
+    """Return a function to call often with the current place; it prints a line on stderr from time to time.
 
     Args:
-        title: What runs.
-        first: Seconds of silence at the start, so that what is short says nothing.
+        title: Name of the operation.
+        first: Seconds before the first line, so a short operation prints none.
         every: Seconds between two lines.
     """
     start = time.monotonic()

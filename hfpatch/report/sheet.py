@@ -1,4 +1,4 @@
-"""A table as data, and the two ways it is shown."""
+"""A table as data, rendered as text or HTML; lines on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Decisions and verdicts, coloured the same wherever they appear.
+# Colours of decisions and verdicts, the same in every table.
 STYLES = {
     "applied": "bold green",
     "not needed": "dim",
@@ -25,8 +25,8 @@ STYLES = {
 class Sheet:
     """Rows under headings, with a title above and notes below; every cell is text.
 
-    A cell that is a key of `STYLES` is coloured in a terminal. `wide` names the columns that take
-    the room there is; the others are never folded.
+    A cell that is a key of `STYLES` is coloured in a terminal. The columns named in `wide` share the free width and are
+    wrapped; the others are never wrapped.
     """
 
     title: str
@@ -36,10 +36,10 @@ class Sheet:
     wide: tuple[str, ...] = ()
 
     def to_text(self, width: int | None = None) -> str:
-        """Render for a terminal: in colour where stdout is one, plain text elsewhere.
+        """Return the table as text, in colour if stdout is a terminal.
 
         Args:
-            width: Columns to fill; the terminal's own (or 100 where there is none) if not given.
+            width: Width in characters; None for that of the terminal, of `COLUMNS`, or 100.
         """
         import io
 
@@ -81,7 +81,7 @@ class Sheet:
         return self.to_html()
 
     def to_html(self) -> str:
-        """Render for a notebook: one self-contained table, every cell escaped."""
+        """Return the table as HTML for a notebook, with every cell escaped."""
         cell = '<td style="text-align:left;vertical-align:top;white-space:pre-wrap">'
         head = "".join(f'<th style="text-align:left">{html.escape(name)}</th>' for name in self.columns)
         body = "".join(
@@ -95,7 +95,7 @@ class Sheet:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Write lines to stderr, on rank 0 of a distributed run only."""
+    """Write lines to stderr; in a distributed run only on rank 0."""
     if rank() != 0:
         return
     for line in lines:
@@ -103,7 +103,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 def rank() -> int:
-    """Rank of this process: torch.distributed's where it runs (and is imported), else what the launcher says."""
+    """Return the rank of this process: that of torch.distributed if it is initialised, else `RANK`, else 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())

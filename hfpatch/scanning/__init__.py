@@ -1,12 +1,12 @@
-"""Weight files read as a stream: safetensors, never pickle, in memory that does not grow with them.
+"""Scans weight files as a stream: safetensors, never pickle, with memory that does not grow with the files.
 
-layout.py    which files a path means
-header.py    what a file says it holds, checked against its size
-shards.py    whether shards are what their index says
-formats.py   number formats as bits
-values.py    the numbers of one stretch of a file
-worker.py    processes that look at stretches
-judge.py     what a tensor holds, as findings and notes
-scan.py      all of it
-report.py    what was found
+layout.py     the weight files under a path
+header.py     the header of a file, checked against its size
+shards.py     shards checked against their index
+formats.py    number formats as bits
+values.py     counts and magnitudes of the numbers in a part of a file
+worker.py     processes that measure parts of files
+verdicts.py   findings and notes about a tensor
+scan.py       `hfpatch.scan`
+result.py     the report
 """

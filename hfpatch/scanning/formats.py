@@ -11,18 +11,18 @@ BITS: Mapping[str, int] = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-"""Bits of one element, by the format's name of its dtype."""
+"""Bits of one element, by name of the dtype in safetensors."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format. Without its sign bit a value's bits, read as an integer, order as its magnitude does.
+    """A floating-point format. Without the sign bit, bits read as integers have the order of the magnitudes.
 
     Attributes:
-        bits, mantissa, bias: Width of a value, of its mantissa, and what is taken off its exponent.
+        bits, mantissa, bias: Bits of a value, bits of its mantissa, and the bias of its exponent.
         finite: Bits of the largest finite magnitude.
-        infinite: Whether the next bits are infinity; NaN are all beyond.
-        unsigned_zero: Whether NaN is what would be -0, and nothing else.
+        infinite: True if the next bits are infinity; all above are NaN.
+        unsigned_zero: True if NaN has the bits of -0, and no others.
     """
 
     bits: int
@@ -34,11 +34,11 @@ class Format:
 
     @property
     def sign(self) -> int:
-        """The sign bit; all bits below it are the magnitude."""
+        """The sign bit; the bits below it are the magnitude."""
         return 1 << (self.bits - 1)
 
     def value(self, magnitude: int) -> float:
-        """The number that the bits of a finite magnitude stand for."""
+        """Return the number of a finite magnitude's bits."""
         exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
         if exponent:
             return math.ldexp((1 << self.mantissa) + fraction, exponent - self.bias - self.mantissa)
@@ -56,7 +56,7 @@ FORMATS: Mapping[str, Format] = {
     "F8_E5M2FNUZ": Format(8, 2, 16, 0x7F, infinite=False, unsigned_zero=True),
     "F8_E4M3FNUZ": Format(8, 3, 8, 0x7F, infinite=False, unsigned_zero=True),
 }
-"""Dtypes whose values are looked at; of the others only whether every byte is 0."""
+"""Dtypes whose values are measured; the others are only checked for zeros."""
 
 WIDER = frozenset({"F64", "F32", "C64", "BF16"})
-"""Dtypes that hold what float16 cannot."""
+"""Dtypes with a wider range than float16."""

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: read with care, since it may come from anywhere.
+"""Reads the header of a safetensors file, which may be untrusted.
 
-It is taken apart entry by entry, not by one `json.loads`: 100 MB of nested lists would become gigabytes of objects.
-What is accepted here the safetensors library accepts; some of what nobody writes is refused only here.
+It is parsed entry by entry, not by one `json.loads`: 100 MB of nested lists would become gigabytes of objects. Headers
+accepted here are accepted by the safetensors library; a few unusual ones are refused only here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hfpatch.scanning.formats import BITS
 from hfpatch.scanning.result import brief
 
 LONGEST = 100_000_000
-"""Bytes of a header, at most; the format's own limit."""
+"""Largest header in bytes; the format's own limit."""
 
 MOST = 2**19
-"""Tensors of a file, at most: the largest models have some 300,000 in all their shards."""
+"""Largest number of tensors in a file: the largest models have some 300,000 in all their shards."""
 
 ENTRY = 4096
-"""Bytes of a name, or of what is said of one tensor, at most."""
+"""Largest size in bytes of a name, and of a tensor's entry."""
 
 _BLANK = re.compile(rb"[ \t\n\r]*+")
 _ESCAPE = (  # a high surrogate only before a low one
@@ -33,12 +33,12 @@ _ESCAPE = (  # a high surrogate only before a low one
     rb"|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
 )
 _STRETCH = re.compile(rb"[^\"\\\x00-\x1f]*+(?:" + _ESCAPE + rb"[^\"\\\x00-\x1f]*+){0,1000}+")
-_NOT_JSON = "its header is no JSON object of tensors; this is no safetensors file"
+_NOT_JSON = "its header is not a JSON object of tensors, so it is not a safetensors file; name another file"
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a file: its bytes are `[start, end)` from the beginning of the file; `size` counts elements."""
+    """A tensor of a file: `size` is its number of elements; its bytes are `[start, end)` of the file."""
 
     name: str
     dtype: str
@@ -48,16 +48,17 @@ class Tensor:
 
 
 def read_header(path: Path) -> list[Tensor]:
-    """The tensors of a file, in the order of their bytes; they fill it to its end without holes.
+    """Return the tensors of a file in the order of their bytes, which are checked to fill the file without gaps.
 
-    Time and memory grow with the header, which is at most 100 MB; the rest of the file is not read.
+    Time and memory grow with the header, which has at most 100 MB; the rest of the file is not read.
 
     Raises:
-        InputError: The file is truncated, its header lies, or it is no safetensors file; a sentence without its name.
+        InputError: The file is truncated, its header is wrong, or it is not a safetensors file; the message is without
+            the file's name.
     """
     try:
         if not path.is_file():
-            raise InputError("it is no regular file" if path.exists() else "it links to a file that is not there")
+            raise InputError("it is not a regular file" if path.exists() else "it links to a file that does not exist")
         with path.open("rb") as file:
             size = path.stat().st_size
             raw = _read(file, size)
@@ -69,15 +70,15 @@ def read_header(path: Path) -> list[Tensor]:
     place = base
     for tensor in tensors:
         if tensor.start < place:
-            raise InputError(f"its header lies: {brief(tensor.name)} overlaps the tensor before it")
+            raise InputError(f"its header is wrong: {brief(tensor.name)} overlaps the tensor before it")
         if tensor.start > place:
             unused = tensor.start - place
-            raise InputError(f"its header lies: {unused:,} bytes before {brief(tensor.name)} belong to no tensor")
+            raise InputError(f"its header is wrong: {unused:,} bytes before {brief(tensor.name)} belong to no tensor")
         place = tensor.end
     if place > size:
-        raise InputError(f"it is truncated: its tensors end at byte {place:,} and it has {size:,}; fetch it again")
+        raise InputError(f"it is truncated: its tensors end at byte {place:,} and it has {size:,}; download it again")
     if place < size:
-        raise InputError(f"{size - place:,} bytes follow its last tensor, of which its header says nothing")
+        raise InputError(f"{size - place:,} bytes after its last tensor belong to no tensor")
     return tensors
 
 
@@ -94,14 +95,16 @@ def _read(file: BinaryIO, size: int) -> bytes:
     if length > LONGEST:
         raise InputError(
             f"its header would have {length:,} bytes, more than the {LONGEST:,} of the format; "
-            "it is damaged, or no safetensors file"
+            "it is damaged, or not a safetensors file"
         )
     if 8 + length > size:
-        raise InputError(f"it is truncated: its header ends at byte {8 + length:,} and it has {size:,}; fetch it again")
+        raise InputError(
+            f"it is truncated: its header ends at byte {8 + length:,} and it has {size:,}; download it again"
+        )
     file.seek(8)
     raw = file.read(length)
     if len(raw) < length:
-        raise InputError("it became shorter while it was read")
+        raise InputError("it was truncated while it was read")
     return raw
 
 
@@ -112,7 +115,7 @@ def _check_utf8(raw: bytes) -> None:
         for start in range(0, len(raw), step):
             decoder.decode(raw[start : start + step], final=start + step >= len(raw))
     except UnicodeDecodeError as error:
-        raise InputError("its header is not UTF-8; it is damaged, or no safetensors file") from error
+        raise InputError("its header is not UTF-8; it is damaged, or not a safetensors file") from error
 
 
 def _tensors(raw: bytes, base: int) -> Iterator[Tensor]:
@@ -138,7 +141,7 @@ def _tensors(raw: bytes, base: int) -> Iterator[Tensor]:
 
 
 class _Members:
-    """Names in a JSON object and where their values begin; who iterates says by `place` where a value ended."""
+    """Iterates over the names in a JSON object and the places of their values; the caller sets `place` to each end."""
 
     def __init__(self, raw: bytes, place: int) -> None:
         self.raw, self.place = raw, place
@@ -175,7 +178,7 @@ def _blank(raw: bytes, place: int) -> int:
 
 
 def _expect(raw: bytes, place: int, sign: bytes) -> int:
-    """The place after a sign and the blanks around it."""
+    """Return the place after a character and the blanks around it."""
     place = _blank(raw, place)
     if raw[place : place + 1] != sign:
         raise InputError(_NOT_JSON)
@@ -186,7 +189,7 @@ def _after_string(raw: bytes, place: int) -> int:
     if raw[place : place + 1] != b'"':
         raise InputError(_NOT_JSON)
     place += 1
-    while match := _STRETCH.match(raw, place):  # in stretches: a long repeat costs re memory
+    while match := _STRETCH.match(raw, place):  # in parts: a long repeat costs re memory
         if raw[match.end() : match.end() + 1] == b'"':
             return match.end() + 1
         if match.end() == place:
@@ -204,20 +207,20 @@ def _tensor(name: str, text: bytes, base: int) -> Tensor:
         raise InputError(f"its header says of {brief(name)} no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise InputError(f"{brief(name)} has the dtype {brief(str(dtype))}, which the format does not know")
+        raise InputError(f"{brief(name)} has the dtype {brief(str(dtype))}, which the format does not have")
     counts = isinstance(shape, list) and isinstance(offsets, list) and all(type(n) is int for n in shape + offsets)
     if not counts or len(offsets) != 2 or b"-" in text or max(shape + offsets) >= 2**63:
-        raise InputError(f"{brief(name)} has a shape or data_offsets that are no counts")
+        raise InputError(f"{brief(name)} has a shape or data_offsets that are not counts")
     size = 1
     for count in shape:
         size *= count
         if size * BITS[dtype] >= 2**63:
-            raise InputError(f"its header lies: {brief(name)} would have more elements than any memory")
+            raise InputError(f"its header is wrong: {brief(name)} would have more elements than fit in memory")
     start, end = offsets
     if (end - start) * 8 != size * BITS[dtype]:
         raise InputError(
-            f"its header lies: {brief(name)}, {dtype} {brief(str(shape))}, takes {size * BITS[dtype] / 8:,.0f} bytes, "
-            f"and it says {end - start:,}"
+            f"its header is wrong: {brief(name)}, {dtype} {brief(str(shape))}, needs {size * BITS[dtype] / 8:,.0f} "
+            f"bytes, but its data_offsets span {end - start:,}"
         )
     return Tensor(name, dtype, size, base + start, base + end)
 

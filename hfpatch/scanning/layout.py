@@ -1,4 +1,4 @@
-"""Which weight files a path means."""
+"""Finds the weight files under a path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfpatch.scanning.result import brief
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LONGEST_INDEX = 2**28
-"""Bytes of an index, at most; those of the largest models have some 20 MB."""
+"""Largest index that is read, in bytes; those of the largest models have some 20 MB."""
 
 _INDEX = re.compile(r".+\.safetensors\.index(\.[^.]+)?\.json")  # diffusers puts a variant before .json
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -23,7 +23,13 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Index:
-    """An index of shards: tensor -> file name, and the bytes of all tensors that it says."""
+    """An index of shards.
+
+    Attributes:
+        name: Its file name.
+        where: File name by tensor.
+        total: The size of all tensors in bytes, as the index states it; None if it does not.
+    """
 
     name: str
     where: Mapping[str, str]
@@ -35,11 +41,11 @@ class Folder:
     """Weight files of one directory.
 
     Attributes:
-        label: What stands before the names of its files in a report.
-        files: To read, by name.
-        indexes: Those that could be read.
-        broken: What is wrong with the others, by name.
-        names: Of all safetensors files there.
+        label: Prefix of the names of its files in a report.
+        files: The files to read, by name.
+        indexes: The indexes that could be read.
+        broken: The faults of the other indexes, by name.
+        names: Names of all safetensors files in the directory.
     """
 
     label: str = ""
@@ -50,13 +56,13 @@ class Folder:
 
 
 def find(name: str | Path) -> tuple[Path, list[Folder], list[str]]:
-    """What a name means: its path, its folders of weights, and directories in it that hold more and are left out.
+    """Return the path of a name, its folders of weights, and the subdirectories with more weights that are left out.
 
-    A directory means the safetensors files in it; one that has none (a diffusers pipeline) those of the directories
-    in it. A hub name means what the local cache has of it.
+    In a directory these are its safetensors files; if it has none (a diffusers pipeline), those of its
+    subdirectories. Of a hub name they are the files in the local cache.
 
     Raises:
-        InputError: There is no such thing, it is nothing of safetensors, or it is an index that cannot be used.
+        InputError: The path does not exist, there are no safetensors files, or an index cannot be used.
     """
     path = Path(name).expanduser()
     try:
@@ -65,17 +71,17 @@ def find(name: str | Path) -> tuple[Path, list[Folder], list[str]]:
         if path.is_dir():
             return path, *_directory(path)
         if not path.exists():
-            raise InputError(f"{name}: no such file or directory; want a safetensors file, an index or a directory")
+            raise InputError(f"{name}: no such file or directory; name a safetensors file, an index or a directory")
         return path, [_file(path)], []
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def total_bytes(name: str | Path) -> int:
-    """Bytes of the files that a scan of a name reads, for a progress bar.
+    """Return the bytes of the files that a scan of a name reads, for a progress bar.
 
     Raises:
-        InputError: As `find`.
+        InputError: As for `find`.
     """
     files = (file for folder in find(name)[1] for file in folder.files.values())
     return sum(file.stat().st_size for file in files if file.is_file())
@@ -85,7 +91,7 @@ def _file(path: Path) -> Folder:
     if path.suffix == SUFFIX:
         return Folder(files={path.name: path})
     if path.suffix in PICKLES:
-        raise InputError(f"{path} is a pickle: reading one may run code, so none is read; convert it to safetensors")
+        raise InputError(f"{path} is a pickle, which can run code and is never read; convert it to safetensors")
     if path.suffix != ".json":
         raise InputError(f"{path}: want a safetensors file, an index of shards, or a directory of them")
     try:
@@ -108,10 +114,12 @@ def _directory(path: Path) -> tuple[list[Folder], list[str]]:
     pickles = sorted(p.name for p in path.iterdir() if p.suffix in PICKLES)
     if pickles:
         raise InputError(
-            f"{path}: no safetensors file in it, only pickles such as {brief(pickles[0])}: reading one may run code, "
-            "so none is read; convert them to safetensors"
+            f"{path}: it holds no safetensors file, only pickles such as {brief(pickles[0])}, which can run code and "
+            "are never read; convert them to safetensors"
         )
-    raise InputError(f"{path}: want safetensors files; there are none in it, nor in the directories in it")
+    raise InputError(
+        f"{path}: neither it nor its subdirectories hold safetensors files; name a directory of saved weights"
+    )
 
 
 def _folder(path: Path, label: str) -> Folder | None:
@@ -139,25 +147,29 @@ def _names(path: Path) -> frozenset[str]:
 
 
 def _read_index(file: Path) -> Index:
-    """Raises InputError, without the file's name, if it is no index or names what is no plain file name."""
+    """Read an index.
+
+    Raises:
+        InputError: It is not an index, or it names a file in another directory; the message is without the file's name.
+    """
     try:
         if not file.is_file():
-            raise InputError("it is no file that can be read")
+            raise InputError("it is not a regular file")
         if file.stat().st_size > LONGEST_INDEX:
-            raise InputError(f"it has {file.stat().st_size:,} bytes, more than any index")
+            raise InputError(f"it has {file.stat().st_size:,} bytes, too many for an index")
         raw: Any = json.loads(file.read_bytes(), object_pairs_hook=_once)
     except OSError as error:
         raise InputError(f"it cannot be read: {error.strerror or error}") from error
     except RecursionError as error:
-        raise InputError("it is nested too deep to be an index") from error
+        raise InputError("it is nested too deeply for an index") from error
     except ValueError as error:  # an InputError is one
-        raise InputError(str(error) if isinstance(error, InputError) else "it is no JSON") from error
+        raise InputError(str(error) if isinstance(error, InputError) else "it is not JSON") from error
     where: Any = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
-        raise InputError("it is no index: want a weight_map from tensors to file names")
+        raise InputError("it is not an index: want a weight_map from tensors to file names")
     outside = next((s for s in where.values() if Path(s).name != s or "\\" in s or not s.endswith(SUFFIX)), None)
     if outside is not None:
-        raise InputError(f"it names {brief(outside)}, which is no safetensors file beside it; nothing else is opened")
+        raise InputError(f"it names {brief(outside)}, which is not a safetensors file beside it and is not opened")
     metadata: Any = raw.get("metadata")
     total: Any = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(file.name, where, total if type(total) in (int, float) else None)
@@ -180,6 +192,6 @@ def _cached(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
         raise InputError(
-            f"{name}: no such file or directory, and no model of that name in the local cache; fetch it with "
-            f"`hf download {name}`, or give a directory"
+            f"{name}: no such file or directory, and no model of that name in the local cache; download it with "
+            f"`hf download {name}`, or name a directory"
         ) from error

@@ -1,4 +1,4 @@
-"""What a scan found."""
+"""The result of a scan."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ NOTES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One thing that was found.
+    """One finding or note.
 
     Attributes:
-        kind: A finding's is `NaN`, `Inf`, `broken file`, `broken index`, `missing index`, `missing shard`,
-            `unknown shard`, `duplicate shard`, `missing tensor`, `unknown tensor`, `duplicate tensor` or `wrong size`;
-            a note's is `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor`
-            or `not scanned`.
-        file: Of what file, relative to the path that was scanned.
-        tensor: Of what tensor; empty for what is about a file.
-        text: The facts in words.
+        kind: Of a finding `NaN`, `Inf`, `broken file`, `broken index`, `missing index`, `missing shard`,
+            `unknown shard`, `missing tensor`, `unknown tensor`, `duplicate tensor` or `wrong size`; of a note
+            `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor` or `not scanned`.
+        file: The file, relative to the scanned path.
+        tensor: Name of the tensor; empty for a finding about a file.
+        text: The facts as text.
         figures: The facts as numbers, by kind: NaN `count`; Inf `positive`, `negative`; beyond float16 `count`,
             `largest`; small for float16 `share`; outlier `largest`, `rms`, `ratio`; all zero `count`.
     """
@@ -37,7 +36,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Census:
-    """Tensors of one dtype: how many, and their parameters and bytes together."""
+    """Number of the tensors of one dtype, of their elements, and of their bytes."""
 
     tensors: int
     parameters: int
@@ -46,14 +45,14 @@ class Census:
 
 @dataclass(frozen=True)
 class ScanReport:
-    """The result of `hfpatch.scan`; true if it holds findings. It prints itself as a table.
+    """The result of `hfpatch.scan`; true if there are findings. It prints itself as a table.
 
     Attributes:
-        path: What was scanned.
-        files: Weight files that were there.
-        findings: What is wrong. Empty if nothing is.
-        notes: What is worth knowing and no fault; outliers and what float16 cannot hold, the largest first.
-        census: By dtype, as the format names it, most bytes first; files that could not be read count nowhere.
+        path: The scanned path.
+        files: Number of weight files.
+        findings: The faults; empty if there are none.
+        notes: Facts worth knowing that are no fault, by kind, largest first.
+        census: Tensors by dtype (names as in safetensors), most bytes first; without files whose header is broken.
     """
 
     path: str
@@ -66,7 +65,7 @@ class ScanReport:
         return bool(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
+        """Return plain values under stable keys: path, files, findings, notes, census."""
         return {
             "path": self.path,
             "files": self.files,
@@ -76,7 +75,7 @@ class ScanReport:
         }
 
     def to_sheet(self) -> Sheet:
-        """Findings first, then the first notes of each kind, and the census below."""
+        """Return a table: findings first, then the first notes of each kind, and the census below."""
         rows = [_row("failed", f) for f in self.findings[:FINDINGS_SHOWN]]
         if len(self.findings) > FINDINGS_SHOWN:
             rows.append(("", "", f"and {_number(len(self.findings) - FINDINGS_SHOWN, 'more finding')}; --json has all"))
@@ -106,7 +105,7 @@ def _row(mark: str, found: Found) -> tuple[str, str, str]:
 
 
 def brief(name: str) -> str:
-    """A name from a file as it may be shown: on one line, with no terminal's commands in it, and not endless."""
+    """Return a name from a file that is safe to print: on one line, without control characters, shortened."""
     name = name if name.isprintable() and name else ascii(name)
     return name if len(name) <= 120 else f"{name[:80]}...{name[-30:]}"
 

@@ -1,4 +1,4 @@
-"""`hfpatch.scan`: every weight file under a path."""
+"""`hfpatch.scan`: checks every weight file under a path."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from hfpatch.scanning.values import Piece, Values
 
 LOT = 2**25
-"""Bytes that are read in one go, at most: a lot is one large piece of a tensor, or many small tensors."""
+"""Largest number of bytes in a lot: one large piece of a tensor, or many small tensors."""
 
 SMALL = 2**32
-"""Bytes below which nothing is won by other processes, which take a quarter of a second to start."""
+"""Bytes below which other processes do not pay: they take a quarter of a second to start."""
 
 MOST_PROCESSES = 4
-"""Processes that are started unasked, at most: beyond, memory or the disk is what one waits for."""
+"""Largest default number of processes: with more, memory or the disk is the limit."""
 
 
 def scan(
@@ -37,35 +37,40 @@ def scan(
     processes: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ScanReport:
-    """Read every weight of safetensors files and say what is wrong. Nothing is written, no pickle is read.
+    """Read every weight of safetensors files and report faults. Nothing is written, no pickle is read.
 
-    Findings: NaN and infinities; files whose header is truncated or lies; what does not fit between shards and their
-    index (shards and tensors missing, unknown or there twice, a total size that is not so).
+    Findings: NaN and infinities; files that are truncated or have a wrong header; contradictions between shards and
+    their index (missing or unknown shards, missing, unknown or duplicate tensors, a wrong total size).
 
-    Notes, which are no fault: finite values beyond float16's 65,504 and tensors of which more than one value in
-    1,000 becomes 0 in float16, in wider dtypes; tensors whose largest magnitude is more than 50 times their RMS;
-    tensors of nothing but zeros; files that no index names. RMS and shares of tensors beyond 4,096 elements are
-    those of a sample of that many in each 32 MiB; all else is exact. Integers, booleans and dtypes below 8 bits are
-    counted, and looked at for zeros only.
+    Notes, which are no faults: in dtypes wider than float16, values beyond its 65,504 and tensors of which more than
+    one value in 1,000 becomes 0 in it; tensors whose largest magnitude is more than 50 times their RMS; tensors of only
+    zeros; files that no index names. RMS and shares are computed from a sample of about 4,096 elements in each 32 MiB
+    of a tensor; all else is exact. Integers, booleans, F8_E8M0 and dtypes below 8 bits are counted, and only
+    checked for zeros.
 
-    Memory does not grow with the files: each process takes some 65 MB, half of it for what it looks at; a header is
-    at most 100 MB. No torch is imported.
+    Memory does not grow with the files: each process takes some 65 MB, half of it for the part it reads; a header has
+    at most 100 MB. torch is not imported.
 
     Args:
-        path: A safetensors file, a directory of them (or of directories of them, if it has none itself), an index of
-            shards, or a hub name that is in the local cache.
-        processes: How many read; 1 is this process. By default 1 below 4 GiB, else one a core, at most 4.
-        progress: Told the bytes that were read since it was last told.
+        path: A safetensors file, a directory of such files (or of directories of them, if it has none itself), an index
+            of shards, or a hub name that is in the local cache.
+        processes: Number of processes that read; with 1 it is this process. Default: 1 below 4 GiB, else one per core,
+            at most 4.
+        progress: Called with the number of bytes read since the last call.
+
+    Returns:
+        The report.
 
     Raises:
-        InputError: There is no such path, it holds no safetensors, or it is an index that cannot be used.
+        InputError: The path does not exist, holds no safetensors files, or is an index that cannot be used; or another
+            argument cannot be used.
     """
     want("scan", path=(path, PATH), processes=(processes, optional(WHOLE)), progress=(progress, optional(FUNCTION)))
     if processes is not None and processes < 1:
-        raise InputError(f"processes={processes}: want at least 1")
+        raise InputError(f"scan: want at least 1 as processes=, got {processes}")
     root, folders, left_out = find(os.fspath(path))
     found: list[Found] = []
-    noted = [Found("not scanned", f"{name}/", "", "holds more weights; scan it by itself") for name in left_out]
+    noted = [Found("not scanned", f"{name}/", "", "holds more weights; scan it separately") for name in left_out]
     work: list[tuple[str, Path, Sequence[Tensor]]] = []
     for folder in folders:
         held, broken = _headers(folder)
@@ -74,7 +79,7 @@ def scan(
         work += [(folder.label + name, folder.files[name], tensors) for name, tensors in held.items()]
     for file, tensor, values in _measured(work, processes, progress):
         if isinstance(values, str):
-            found.append(Found("broken file", file, "", f"it cannot be read to its end: {values}"))
+            found.append(Found("broken file", file, "", f"it could not be read completely: {values}"))
         else:
             found += findings(file, tensor, values)
             noted += notes(file, tensor, values)
@@ -101,7 +106,7 @@ def _labelled(found: Found, folder: Folder) -> Found:
 def _measured(
     work: Sequence[tuple[str, Path, Sequence[Tensor]]], processes: int | None, progress: Callable[[int], None] | None
 ) -> Iterator[tuple[str, Tensor, Values | str]]:
-    """Each tensor that has elements and what it holds; of a file that cannot be read, a sentence once."""
+    """Yield each tensor that has elements and its values; for a file that cannot be read, the reason, once."""
     from hfpatch.scanning.values import Values
 
     lots = [(name, file, lot) for name, file, tensors in work for lot in _lots(tensors)]
@@ -150,7 +155,7 @@ def _here(file: Path, pieces: Sequence[Piece]) -> list[Values] | str:
 
 
 def _lots(tensors: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Piece]]]:
-    """The bytes of a file in the order they lie in, cut where a lot is full."""
+    """Split the bytes of a file into lots, in their order."""
     from hfpatch.scanning.values import Piece
 
     lot: list[tuple[Tensor, Piece]] = []

@@ -1,4 +1,4 @@
-"""Whether the shards of a directory are what their index says."""
+"""Checks the shards of a directory against their index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hfpatch.scanning.layout import SUFFIX, Folder, Index
 from hfpatch.scanning.result import Found, brief
 
 TOLD = 20
-"""Tensors of one kind that an index is wrong about and that are named; the others are counted."""
+"""Number of tensors that are named for each kind of fault; the others are counted."""
 
 _SHARD = re.compile(r"(.+?)-(\d{1,9})-of-(\d{1,9})((?:\.[^.]+)?)\.safetensors")
 
@@ -20,7 +20,7 @@ Held = Mapping[str, Sequence[Tensor]]
 
 
 def findings(folder: Folder, held: Held) -> list[Found]:
-    """What is wrong between files and indexes; files are named without the folder's label."""
+    """Return the contradictions between files and indexes; files are named without the folder's label."""
     found = [Found("broken index", name, "", text) for name, text in folder.broken.items()]
     for index in folder.indexes:
         found += _against(index, folder, held)
@@ -30,14 +30,15 @@ def findings(folder: Folder, held: Held) -> list[Found]:
 
 
 def notes(folder: Folder, held: Held) -> list[Found]:
-    """What is no fault: files that no index names beside those that one does, files without a tensor."""
+    """Return the notes, which are no faults: files that no index names beside indexed ones, files without a tensor."""
     named = {shard for index in folder.indexes for shard in index.where.values()}
     beside = [name for name in folder.files if folder.indexes and name not in named and not _SHARD.fullmatch(name)]
     found = [
-        Found("beside shards", name, "", "no index names it; loaders differ in which they take") for name in beside
+        Found("beside shards", name, "", "no index names it; loaders differ in which files they load")
+        for name in beside
     ]
     return found + [
-        Found("no tensor", name, "", "its header names none") for name, tensors in held.items() if not tensors
+        Found("no tensor", name, "", "its header names no tensor") for name, tensors in held.items() if not tensors
     ]
 
 
@@ -45,7 +46,7 @@ def _against(index: Index, folder: Folder, held: Held) -> Iterator[Found]:
     counts = Counter(index.where.values())
     named = set(counts)
     for shard in sorted(named - folder.names):
-        yield Found("missing shard", shard, "", f"not there; {index.name} says it holds {_tensors(counts[shard])}")
+        yield Found("missing shard", shard, "", f"not found; by {index.name} it holds {_tensors(counts[shard])}")
     here = named & set(held)
     places: dict[str, list[str]] = defaultdict(list)
     for shard in sorted(here):
@@ -53,10 +54,10 @@ def _against(index: Index, folder: Folder, held: Held) -> Iterator[Found]:
             places[tensor.name].append(shard)
     wrong = [(tensor, shard) for tensor, shard in index.where.items() if shard in here and shard not in places[tensor]]
     for tensor, shard in wrong[:TOLD]:
-        where = f"it is in {brief(places[tensor][0])}" if places[tensor] else "it is in none of those there"
-        yield Found("missing tensor", shard, tensor, f"{index.name} says it is here; {where}")
+        where = f"it is in {brief(places[tensor][0])}" if places[tensor] else "no shard that is here has it"
+        yield Found("missing tensor", shard, tensor, f"by {index.name} it is in this shard; {where}")
     if len(wrong) > TOLD:
-        yield Found("missing tensor", index.name, "", f"{_tensors(len(wrong) - TOLD)} more are not where it says")
+        yield Found("missing tensor", index.name, "", f"{_tensors(len(wrong) - TOLD)} more are not in their shards")
     double = [(tensor, shards) for tensor, shards in places.items() if len(shards) > 1]
     yield from _doubled(double, index.name)
     unknown = [(t.name, shard) for shard in sorted(here) for t in held[shard] if t.name not in index.where]
@@ -74,7 +75,7 @@ def _against(index: Index, folder: Folder, held: Held) -> Iterator[Found]:
 
 
 def _without_index(folder: Folder, held: Held) -> Iterator[Found]:
-    """Files that are numbered as shards, in a directory that was given, with no index for them."""
+    """Yield findings about files that are numbered as shards and that no index covers."""
     named = {shard for index in folder.indexes for shard in index.where.values()}
     known = {match.group(1, 4) for name in named if (match := _SHARD.fullmatch(name))}
     sets: dict[tuple[str, str, int], dict[int, str]] = defaultdict(dict)
@@ -84,15 +85,18 @@ def _without_index(folder: Folder, held: Held) -> Iterator[Found]:
     for (stem, variant, count), shards in sets.items():
         what = f"{stem}{variant}{SUFFIX}.index.json"
         yield Found(
-            "missing index", what, "", f"not there; {len(shards):,} shards such as {next(iter(shards.values()))}"
+            "missing index",
+            what,
+            "",
+            f"not found; there are {len(shards):,} shards such as {next(iter(shards.values()))}",
         )
         missing = [n for n in range(1, min(count, max(shards) + TOLD) + 1) if n not in shards]
         for number in missing[:TOLD]:
             name = f"{stem}-{number:05d}-of-{count:05d}{variant}{SUFFIX}"
-            yield Found("missing shard", name, "", "not there, and others are numbered so that it should be")
+            yield Found("missing shard", name, "", "not found; by the numbers of the other shards it should exist")
         if count - len(shards) > len(missing[:TOLD]):
             rest = count - len(shards) - len(missing[:TOLD])
-            yield Found("missing shard", what, "", f"{rest:,} more shards are not there by their numbers")
+            yield Found("missing shard", what, "", f"{rest:,} more shards should exist by their numbers")
         places: dict[str, list[str]] = defaultdict(list)
         for shard in shards.values():
             for tensor in held.get(shard, ()):

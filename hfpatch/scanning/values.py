@@ -1,4 +1,4 @@
-"""The numbers of one stretch of a file."""
+"""Measures the numbers in a part of a file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from hfpatch.scanning.formats import FORMATS, WIDER, Format
 
 CHUNK = 2**20
-"""Bytes looked at together: the second look finds them in the processor's cache."""
+"""Bytes measured at a time: a second pass finds them in the processor's cache."""
 
 SAMPLE = 4096
-"""Elements of a piece, spread over it, that the RMS and the share of small values are taken from."""
+"""Elements of a piece, spread over it, from which RMS and share of small values are computed."""
 
 HALF = 65504.0
-"""The largest number of float16; from 65,520 on a cast makes infinity."""
+"""The largest number of float16; a cast of 65,520 or more gives infinity."""
 
 TINY = 2.0**-25
 """The largest magnitude that a cast to float16 turns into 0."""
@@ -37,15 +37,15 @@ class Piece:
 
 @dataclass(slots=True)
 class Values:
-    """What a tensor, or a part of it, holds.
+    """Counts and magnitudes of the values of a tensor, or of a part of it.
 
     Attributes:
-        nan, posinf, neginf: Elements that are; each part of a complex number counts.
-        beyond: Finite magnitudes above 65,504, in dtypes that have such.
+        nan, posinf, neginf: Number of elements that are NaN, +Inf and -Inf; both parts of a complex number count.
+        beyond: Number of finite magnitudes above 65,504, in dtypes wider than float16.
         largest: Largest finite magnitude.
-        nonzero: Whether an element is not 0.
-        squares, sampled: Sum of the squares of the finite elements of a sample, and how many they are.
-        tiny: Elements of the sample that are not 0 and become 0 in float16.
+        nonzero: True if an element is not 0.
+        squares, sampled: Sum of squares and number of the finite elements of a sample.
+        tiny: Number of elements of the sample that are not 0 and become 0 in float16.
     """
 
     nan: int = 0
@@ -59,7 +59,7 @@ class Values:
     tiny: int = 0
 
     def add(self, other: Values) -> None:
-        """Join another part of the same tensor."""
+        """Add the values of another part of the same tensor."""
         self.nan += other.nan
         self.posinf += other.posinf
         self.neginf += other.neginf
@@ -72,20 +72,20 @@ class Values:
 
 
 def measure(file: Path, pieces: Sequence[Piece]) -> list[Values]:
-    """Look at pieces of one file that follow each other without holes; they are mapped together, not read.
+    """Measure consecutive pieces of one file, which is memory-mapped.
 
-    A buffer would cost half the speed. What a map costs: a file that becomes shorter in the milliseconds between the
-    check and the look, or a disk that fails, ends the process.
+    Reading into a buffer would halve the speed. The price of the map: if the file is truncated between the check of its
+    size and the read, or the disk fails, the process ends with SIGBUS.
 
     Raises:
-        OSError: The file cannot be read, or became shorter.
+        OSError: The file cannot be read, or was truncated.
     """
     start, end = pieces[0].start, pieces[-1].end
     first = start - start % mmap.ALLOCATIONGRANULARITY
     with file.open("rb", buffering=0) as handle:
         if handle.seek(0, 2) < end:
-            raise OSError("it became shorter while it was read")
-        # not closed: the arrays over it keep it, and it goes with the last of them
+            raise OSError("the file was truncated while it was read")
+        # not closed here: it is freed with the last of the arrays that use it
         area: Any = mmap.mmap(handle.fileno(), end - first, access=mmap.ACCESS_READ, offset=first)
     data = np.frombuffer(area, np.uint8)
     return [_piece(piece, data[piece.start - first : piece.end - first]) for piece in pieces]
@@ -110,10 +110,10 @@ def _piece(piece: Piece, data: Any) -> Values:
 
 
 def _chunk(form: Format, bits: Any, limit: int, found: Values) -> int:
-    """Bits of the largest finite magnitude; what is not finite or beyond the limit is counted.
+    """Return the bits of the largest finite magnitude, and count values that are not finite or above the limit.
 
-    The largest signed integer is the positive number of the largest magnitude, the largest unsigned one the negative
-    number of the largest: two looks, and nothing is written.
+    Read as signed integers, the largest is the largest positive number; read as unsigned ones, the largest is the
+    negative number with the largest magnitude. So two passes find the extremes without a copy.
     """
     signed = bits.view(bits.dtype.str.replace("u", "i"))
     positive, negative = int(signed.max()), int(bits.max())
@@ -137,9 +137,9 @@ def _chunk(form: Format, bits: Any, limit: int, found: Values) -> int:
 
 def _sample(form: Format, bits: Any, found: Values, *, small: bool) -> None:
     step = max(1, len(bits) // SAMPLE | 1)
-    while gcd(step, len(bits)) > 1 and step > 1:  # else all of it may lie in a few columns
+    while gcd(step, len(bits)) > 1 and step > 1:  # else the sample may lie in a few columns only
         step += 2
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # signalling NaN are
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # signalling NaN are invalid
         numbers = np.abs(_numbers(form, bits[::step]))
         numbers = numbers[np.isfinite(numbers)]
         found.squares = float(np.square(numbers).sum())
@@ -148,7 +148,7 @@ def _sample(form: Format, bits: Any, found: Values, *, small: bool) -> None:
 
 
 def _numbers(form: Format, bits: Any) -> Any:
-    """float64 numbers of bits; NaN for what is not finite, of formats that numpy has none for."""
+    """Return the numbers of bits as float64; in 8-bit formats infinities become NaN."""
     if form.bits == 8:
         magnitudes = [form.value(m) if m <= form.finite else np.nan for m in range(128)]
         return np.array(magnitudes * 2)[bits]
@@ -158,7 +158,7 @@ def _numbers(form: Format, bits: Any) -> Any:
 
 
 def _most(form: Format, number: float) -> int:
-    """Bits of the largest magnitude up to a number."""
+    """Return the bits of the largest magnitude that is not above a number."""
     low, high = 0, form.finite
     while low < high:
         middle = (low + high + 1) // 2

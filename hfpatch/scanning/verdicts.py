@@ -1,4 +1,4 @@
-"""What a tensor holds, as findings and notes."""
+"""Findings and notes about the values of a tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from hfpatch.scanning.values import Values
 
 OUTLIER = 50.0
-"""Times its tensor's RMS beyond which the largest magnitude is told; of a million normal numbers it is 5."""
+"""Ratio of the largest magnitude to the RMS above which it is noted; for a million normal numbers it is about 5."""
 
 SHARE = 1e-3
-"""Of a tensor's values, beyond which those that float16 turns into 0 are told: a few are in every large tensor."""
+"""Share of values that become 0 in float16 above which it is noted: every large tensor has a few."""
 
 
 def findings(file: str, tensor: Tensor, values: Values) -> list[Found]:
-    """NaN and infinities of a tensor."""
+    """Return the findings about a tensor: NaN and infinities."""
     found: list[Found] = []
     of = f"of {_values(tensor):,} {tensor.dtype} values"
     if values.nan:
@@ -32,20 +32,20 @@ def findings(file: str, tensor: Tensor, values: Values) -> list[Found]:
 
 
 def notes(file: str, tensor: Tensor, values: Values) -> list[Found]:
-    """What is no fault of a tensor and worth knowing."""
+    """Return the notes about a tensor: facts worth knowing that are no fault."""
     if not values.nonzero:
-        text = f"{_values(tensor):,} {tensor.dtype} values; right for a fresh LoRA B and many biases"
+        text = f"{_values(tensor):,} {tensor.dtype} values; normal for an untrained LoRA B and many biases"
         return [Found("all zero", file, tensor.name, text, {"count": _values(tensor)})]
     found: list[Found] = []
     if values.beyond:
         text = f"{values.beyond:,} values beyond 65,504, up to {values.largest:.6g}" + (
-            ": inf as float16" if values.largest >= 65520 else ", which float16 rounds down to it"
+            ": infinite in float16" if values.largest >= 65520 else ", which float16 rounds down to 65,504"
         )
         figures = {"count": values.beyond, "largest": values.largest}
         found.append(Found("beyond float16", file, tensor.name, text, figures))
     if values.sampled and values.tiny > SHARE * values.sampled:
         share = values.tiny / values.sampled
-        text = f"about {share:.2g} of its values become 0 as float16"
+        text = f"a share of about {share:.2g} of its values becomes 0 in float16"
         found.append(Found("small for float16", file, tensor.name, text, {"share": share}))
     rms = _rms(tensor, values)
     if rms and values.largest > OUTLIER * rms:
@@ -57,14 +57,14 @@ def notes(file: str, tensor: Tensor, values: Values) -> list[Found]:
 
 
 def sorted_notes(found: Iterable[Found]) -> tuple[Found, ...]:
-    """By kind, those of the largest figures first."""
+    """Return notes sorted by kind, and in a kind by their figure, largest first."""
     kinds = ["not scanned", "beside shards", "no tensor", "beyond float16", "small for float16", "outlier", "all zero"]
     key = {"beyond float16": "largest", "small for float16": "share", "outlier": "ratio", "all zero": "count"}
     return tuple(sorted(found, key=lambda f: (kinds.index(f.kind), -f.figures.get(key.get(f.kind, ""), 0.0))))
 
 
 def _rms(tensor: Tensor, values: Values) -> float:
-    """Of the sample; at least what the largest element alone makes of it, if the sample missed that."""
+    """Return the RMS of the sample, or that of the largest element alone if it is larger (the sample may miss it)."""
     if not values.sampled or not math.isfinite(values.squares):
         return 0.0
     return max(math.sqrt(values.squares / values.sampled), values.largest / math.sqrt(_values(tensor)))

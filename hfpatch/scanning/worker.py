@@ -1,7 +1,7 @@
-"""A process that looks at stretches of files: `python -m hfpatch.scanning.worker`, lots in, values out, a line each.
+"""A process that measures parts of files: `python -m hfpatch.scanning.worker` reads lots and prints values, one a line.
 
-Not multiprocessing: its children run the caller's script again, and end in an error where that has no
-`if __name__ == "__main__"`. Workers end when their stdin does, however the caller ended.
+multiprocessing is not used: its children run the caller's script again, which fails without
+`if __name__ == "__main__"`. A worker ends when its stdin is closed, however the caller ended.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from queue import SimpleQueue
 from hfpatch.scanning.values import Piece, Values, measure
 
 Lot = tuple[Path, Sequence[Piece]]
-"""A file, and pieces of it that follow each other."""
+"""A file, and consecutive pieces of it."""
 
 
 @contextmanager
 def measured(lots: Iterable[Lot], processes: int) -> Generator[Iterable[list[Values] | str]]:
-    """What the lots hold, in their order, as several processes read them; instead a sentence where one cannot be read.
+    """Measure lots in several processes; yields the values of each lot in order, or why it could not be read.
 
-    Leaving the context ends the processes, whatever they are at.
+    Leaving the context ends the processes at once.
     """
     workers = [_Worker() for _ in range(processes)]
     free: SimpleQueue[_Worker] = SimpleQueue()
@@ -71,7 +71,7 @@ class _Worker:
             line = b""
         if not line:
             self._process = None
-            return f"the process that read it ended ({_cause(process.wait())})"
+            return f"the process that read the file ended ({_cause(process.wait())})"
         answer = json.loads(line)
         return answer if isinstance(answer, str) else [Values(*values) for values in answer]
 
@@ -90,13 +90,13 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"},
-        start_new_session=True,  # Ctrl-C reaches the caller, who ends them
+        start_new_session=True,  # Ctrl-C reaches the caller only, which ends them
     )
 
 
 def _cause(code: int) -> str:
     if code == -signal.SIGBUS:
-        return "it became shorter meanwhile, or its disk fails"
+        return "the file was truncated while it was read, or the disk fails"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

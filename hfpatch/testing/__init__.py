@@ -1,4 +1,4 @@
-"""For authors of patches and libraries: tiny models with inputs for them, and the proof of a patch's own cases."""
+"""For authors of patches and libraries: tiny models, inputs for them, and a check of a patch against its own cases."""
 
 from hfpatch.lab.example import example_inputs as example_inputs
 from hfpatch.lab.tiny import SpeechLLM as SpeechLLM

@@ -1,7 +1,7 @@
-"""One call of a module, kept so that it can be made again as it was.
+"""One call of a module, kept to be run again under the same conditions.
 
-The call keeps references to its arguments, no copies: in training autograd holds them anyway. What was overwritten
-since is noticed by its version.
+The call keeps references to its arguments, not copies: in training autograd holds them anyway. An argument that was
+overwritten since is detected by its version.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Call:
     """A call of one module in a traced step.
 
     Attributes:
-        path: Of the module, from the traced model.
-        number: How often it had been called before in this step.
-        args, kwargs: As its forward got them.
-        caches: Key-value caches as they were when the step first met them (`snapshot`), by id: layers add to them.
-        grads: Gradients of its outputs by name, as the backward pass brought them.
-        versions: Floating-point tensors among its arguments, each with its version then.
+        path: Path of the module in the traced model.
+        number: Calls of the module before this one, in this step.
+        args, kwargs: The arguments of its forward.
+        caches: Key-value caches as they were when the step first saw them (`snapshot`), by id: layers write to them.
+        versions: Floating-point tensors among its arguments, each with its version at the call.
         inputs: Events of those tensors (`Event.index`).
+        grads: Gradients of its outputs, by name.
     """
 
     path: str
@@ -51,17 +51,20 @@ class Call:
 
     @property
     def overwritten(self) -> bool:
-        """Whether an argument was changed in place since."""
+        """True if an argument was changed in place since the call."""
         return any(version(tensor) != then for tensor, then in self.versions)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments, with the caches as they were."""
+        """Return its arguments, with copies of the caches as they were."""
         args = tuple(_as_kept(value, self.caches) for value in self.args)
         return args, {name: _as_kept(value, self.caches) for name, value in self.kwargs.items()}
 
     @contextmanager
     def as_it_was(self) -> Generator[None]:
-        """Autocast and random numbers as they were, no gradient checkpointing; afterwards all is as before."""
+        """Restore the autocast and random state of the call, without gradient checkpointing.
+
+        On exit, autocast, random state, checkpointing flags and buffers are put back as they were on entry.
+        """
         checkpointed = [m for m in self.module.modules() if m.__dict__.get("gradient_checkpointing") is True]
         buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b.device.type != "meta"]
         now = [_Random(None), *([_Random(torch.device("cuda"))] if torch.cuda.is_initialized() else [])]
@@ -75,7 +78,7 @@ class Call:
                 torch.set_autocast_enabled(device, device in self.autocast)
                 if device in self.autocast:
                     torch.set_autocast_dtype(device, self.autocast[device])
-            torch.clear_autocast_cache()  # casts of weights are operations too
+            torch.clear_autocast_cache()  # so that casts of weights are run, and watched, again
             yield
         finally:
             for module in checkpointed:
@@ -93,7 +96,7 @@ class Call:
 
 
 def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
-    """Remember the caches among arguments, once each: layers write to them."""
+    """Add shallow copies of the caches among arguments to `kept`, once for each cache: layers write to them."""
     for value in values:
         if is_cache(value) and id(value) not in kept:
             kept[id(value)] = (value, _shallow(value))
@@ -104,7 +107,7 @@ def _shallow(cache: Any) -> Any:
     for name, value in vars(cache).items():
         if name == "layers":
             out.layers = [copy.copy(layer) for layer in value]
-        elif is_cache(value):  # one for the decoder itself and one for what it reads of the encoder
+        elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
             setattr(out, name, _shallow(value))
     return out
 
@@ -115,12 +118,12 @@ def _as_kept(value: Any, kept: dict[int, tuple[Any, Any]]) -> Any:
 
 @cache
 def devices() -> tuple[str, ...]:
-    """Types of device that are here."""
+    """Return the device types available here."""
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def autocast_now() -> dict[str, torch.dtype]:
-    """Where autocast is on: dtype by device type."""
+    """Return the autocast dtype by device type, for the devices on which autocast is on."""
     return {d: torch.get_autocast_dtype(d) for d in devices() if torch.is_autocast_enabled(d)}
 
 
@@ -129,18 +132,18 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 
 
 class _Random:
-    """State of the generator that a device's random numbers come from."""
+    """The state of a device's random number generator."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
-        if device is not None and device.type == "cuda":  # its whole state is a seed and a counter, and cheap so
+        if device is not None and device.type == "cuda":  # seed and offset are its whole state, and cheap to read
             generator = _generator(device)
             self.state: Any = (generator.initial_seed(), generator.get_offset())
         else:
             self.state = torch.get_rng_state()
 
     def restore(self) -> None:
-        """Go back to it."""
+        """Set the generator to this state."""
         if self.device is not None and self.device.type == "cuda":
             generator = _generator(self.device)
             generator.manual_seed(self.state[0])

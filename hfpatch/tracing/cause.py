@@ -1,4 +1,4 @@
-"""From the operation that made the first bad value to its name, the cause in words, and the symptom's key."""
+"""Names the operation that made the first bad value, its cause and its symptom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORMS = operators.RMS_NORMS | {
 
 @dataclass(frozen=True)
 class Cause:
-    """An operation in words, what it was given, the symptom, and a sentence."""
+    """Descriptions of an operation and its operands, the key of the symptom, and the cause in a sentence."""
 
     operation: str
     operand: str
@@ -41,11 +41,11 @@ class Cause:
 
 
 def cause(origin: Origin, modules: Mapping[str, nn.Module]) -> Cause:
-    """Name the cause of an origin.
+    """Return the cause of an origin.
 
     Args:
-        origin: What the replay saw.
-        modules: Of the traced model, by path.
+        origin: The operation that the replay found.
+        modules: The traced model's modules, by path.
     """
     module = modules.get(origin.module)
     operation = name(origin, module)
@@ -55,7 +55,7 @@ def cause(origin: Origin, modules: Mapping[str, nn.Module]) -> Cause:
 
 
 def name(origin: Origin, module: nn.Module | None) -> str:
-    """The operation in the field's words."""
+    """Return the usual name of an operation, such as `residual add` or `matmul of queries and keys`."""
     op = origin.name
     if op.startswith(operators.ATTENTION):
         words = "scaled_dot_product_attention"
@@ -93,13 +93,13 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
     if op in NORMS and op.endswith("_backward"):
         return "near-constant-row", f"the gradient of a norm whose row hardly varies: the gain 1/std passes {limit}"
     if origin.given and (weight := next((o.name for o in origin.operands if o.nonfinite and o.name), None)):
-        return "bad-weight", f"{weight!r} holds it, though it did not when the step began"
+        return "bad-weight", f"{weight!r} is not finite, though it was when the step began"
     if origin.given:
-        return "bad-input", f"an operand holds it already: {_operands(origin)}"
+        return "bad-input", f"an operand was not finite before: {_operands(origin)}"
     if op in SOFTMAX and origin.masked:
-        return "masked-row", "a row in which every key is masked: the softmax of nothing but -Inf is NaN"
+        return "masked-row", "a row in which every key is masked: the softmax of a row of -Inf is NaN"
     if op == "nll_loss_forward" and origin.holds == "nan":
-        return "no-labels", "every label is the ignored one: a mean over no token is NaN, and its gradients are 0"
+        return "no-labels", "every label is ignored: a mean over no token is NaN, and its gradients are 0"
     if op in DIVISIONS and (division := _division(origin, module)) is not None:
         return division
     if op in ROOTS_AND_LOGS and origin.operands:
@@ -142,7 +142,7 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
 
 
 def _division(origin: Origin, module: nn.Module | None) -> tuple[str, str] | None:
-    """A division whose divisor is 0, or a root of 0."""
+    """Return symptom and cause of a division by 0 or a reciprocal root of 0; None if the divisor is not 0."""
     divisor = origin.operands[-1] if origin.operands else None
     if divisor is None:
         return None
@@ -151,9 +151,9 @@ def _division(origin: Origin, module: nn.Module | None) -> tuple[str, str] | Non
         return None
     if origin.vanished is not None:
         eps = f"the eps {origin.vanished:g} is 0 in {dtype_name(origin.result)}"
-        return "eps-underflow", f"{eps}: nothing keeps the divisor from 0"
+        return "eps-underflow", f"{eps}, so the divisor can be 0"
     if module is not None and acts_as_norm(module):
-        return "zero-norm", "a row of zeros, and no eps that keeps the divisor from 0"
+        return "zero-norm", "a row of zeros, and no eps, so the divisor is 0"
     words = "0 / 0" if origin.holds == "nan" else "a division by 0"
     return "division-by-zero", words
 

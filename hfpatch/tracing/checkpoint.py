@@ -1,6 +1,6 @@
-"""A real checkpoint, loaded so that it can be traced: weights from safetensors files on this machine, and a tokenizer.
+"""Loads a checkpoint to trace it: weights from local safetensors files, and the tokenizer.
 
-No pickle is read, nothing is downloaded, and nothing that the checkpoint brings along is run unless it is trusted.
+No pickle is read and nothing is downloaded. Code in the checkpoint runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hfpatch.model.source import CONFIG, REJECTIONS, load_config, model_class
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LONGEST = 300
-"""Characters of another library's message that are passed on."""
+"""Characters of another library's message that are quoted."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Checkpoint:
 
     Attributes:
         name: As the caller named it.
-        model: On its device, in evaluation mode.
-        tokenizer: Of transformers.
-        missing: Parameters and buffers that the checkpoint does not hold: they were drawn at random.
-        unexpected: Tensors in the checkpoint that the model has no place for.
+        model: The model, on its device, in evaluation mode.
+        tokenizer: A tokenizer of transformers.
+        missing: Parameters and buffers that the checkpoint does not hold: they have new initial values.
+        unexpected: Tensors in the checkpoint that the model does not have.
     """
 
     name: str
@@ -47,25 +47,25 @@ class Checkpoint:
     unexpected: tuple[str, ...]
 
     def batch(self, text: str, most: int, *, loss: bool) -> dict[str, torch.Tensor]:
-        """What the model is called with: the first tokens of a text, one row, on the model's device.
+        """Return the model's arguments for the first tokens of a text, as one row on the model's device.
 
         Args:
-            text: To run.
-            most: Tokens at most; fewer where the model has fewer positions.
-            loss: With `labels`, the ids themselves, so that the model gives a loss.
+            text: The text.
+            most: Maximum number of tokens; lower if the model has fewer positions.
+            loss: Add the token ids as `labels`, so that the model returns a loss.
 
         Returns:
-            `input_ids [1, tokens]` and what else the tokenizer gives and the model takes, int64.
+            `input_ids`, int64 `[1, tokens]`, and the tokenizer's other tensors that the model takes.
 
         Raises:
-            InputError: The text is too short, the tokenizer is not the model's, or a loss was asked for and the model
-                takes no labels.
+            InputError: The text is too short, the tokenizer does not fit the model, or a loss was asked for and the
+                model takes no labels.
         """
         takes = inspect.signature(self.model.forward).parameters
         if loss and "labels" not in takes:
             raise InputError(
-                f"{self.name}: {type(self.model).__name__} takes no labels, so it gives no loss to go back from; "
-                "trace it without --backward, or in Python with a loss of yours"
+                f"{self.name}: {type(self.model).__name__} takes no labels, so it returns no loss for a backward pass; "
+                "trace it without --backward, or in Python with your own loss"
             )
         positions: Any = getattr(_text_config(self.model.config), "max_position_embeddings", None)
         limit = min(most, positions) if isinstance(positions, int) and positions > 0 else most
@@ -77,13 +77,13 @@ class Checkpoint:
         ids = batch["input_ids"]
         if ids.shape[1] < (2 if loss else 1):
             held, wants = ("one token", "a loss needs two") if ids.shape[1] else ("no token", "the model needs one")
-            raise InputError(f"{self.name}: the text has {held} for its tokenizer, and {wants}; name a longer one")
+            raise InputError(f"{self.name}: its tokenizer makes {held} of the text, and {wants}; use a longer text")
         embedding = find_embedding(self.model)
         rows = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         if rows is not None and int(ids.max()) >= rows:
             raise InputError(
                 f"{self.name}: its tokenizer gives id {int(ids.max()):,}, but its embedding has {rows:,} rows; "
-                "it is the tokenizer of another model"
+                "this is the tokenizer of another model; save the model's own beside its weights"
             )
         if loss or (self.model.config.is_encoder_decoder and "labels" in takes):
             batch["labels"] = ids
@@ -104,14 +104,14 @@ def load(
 
     Args:
         name: A directory, or a name on the hub whose files are in the local cache.
-        dtype: Of the weights; what the checkpoint declares if not given.
-        device: Where to put the model; the CPU if not given.
-        attention: Implementation of attention; what transformers chooses if not given.
-        trust_remote_code: Run model code that the checkpoint brings along.
+        dtype: The dtype of the weights; None for the one that the checkpoint declares.
+        device: The device of the model; None for the CPU.
+        attention: The attention implementation; None for the default of transformers.
+        trust_remote_code: Run model code from the checkpoint.
 
     Raises:
-        ModelNotFoundError: Nothing of that name.
-        InputError: No safetensors weights or no tokenizer there, or they do not go with the config.
+        ModelNotFoundError: No model with that name.
+        InputError: No safetensors weights or no tokenizer there, or they do not fit the config.
     """
     folder = _folder(name, load_config(name, trust_remote_code=trust_remote_code))
     _check_weights(name, folder)
@@ -121,8 +121,8 @@ def load(
     )
     if model.main_input_name != "input_ids":
         raise InputError(
-            f"{name}: {type(model).__name__} takes {model.main_input_name}, not text; in Python, "
-            "`with hfpatch.trace(model) as t: model(**batch)` traces it on a batch of yours"
+            f"{name}: {type(model).__name__} takes {model.main_input_name}, not text; trace it in Python on your own "
+            "batch: `with hfpatch.trace(model) as t: model(**batch)`"
         )
     return Checkpoint(name, model, tokenizer, missing, unexpected)
 
@@ -138,23 +138,23 @@ def load_model(
     """Load the weights of a checkpoint; a tokenizer is not needed.
 
     Args:
-        name: As for `load`, like all that follow.
+        name: As for `load`.
         dtype: As for `load`.
         device: As for `load`.
         attention: As for `load`.
         trust_remote_code: As for `load`.
 
     Returns:
-        The model on its device, in evaluation mode; `missing` and `unexpected` of `Checkpoint`.
+        The model on its device, in evaluation mode; `missing` and `unexpected` as in `Checkpoint`.
 
     Raises:
-        ModelNotFoundError: Nothing of that name.
-        InputError: No safetensors weights there, or they do not go with the config.
+        ModelNotFoundError: No model with that name.
+        InputError: No safetensors weights there, or they do not fit the config.
     """
     if attention is not None and "/" in attention and not trust_remote_code:
         raise InputError(
-            f"attention {attention!r} is code from the hub, which is not run; read that code, "
-            "then pass trust_remote_code=True (--trust-remote-code)"
+            f"{name}: attention={attention!r} is code from the hub, which is not run by default; read that code, then "
+            "pass trust_remote_code=True (--trust-remote-code)"
         )
     config = load_config(name, trust_remote_code=trust_remote_code)
     folder = _folder(name, config)
@@ -171,12 +171,14 @@ def load_model(
         if device is not None and model.device.type != device.type:
             nn.Module.to(model, device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-        raise InputError(f"{name} cannot be put on {device}: {reason(error)}") from error
+        raise InputError(
+            f"{name}: the model cannot be moved to {device} ({reason(error)}); use another device or a narrower dtype"
+        ) from error
     return model.eval(), tuple(sorted(told["missing_keys"])), tuple(sorted(told["unexpected_keys"]))
 
 
 def reason(error: BaseException) -> str:
-    """What other code raised, in one line."""
+    """Return type and message of an exception from other code, shortened to one line."""
     text = " ".join(str(error).split()).rstrip(".") or "no reason given"
     return f"{type(error).__name__}: {text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}"
 
@@ -184,19 +186,19 @@ def reason(error: BaseException) -> str:
 def _text_config(config: PreTrainedConfig) -> Any:
     try:
         return config.get_text_config()
-    except ValueError:  # several, none of them the one
+    except ValueError:  # several text configs, and none is preferred
         return config
 
 
 def _folder(name: str, config: PreTrainedConfig) -> Path:
-    """The directory that a config was read from: on the hub, the snapshot in the local cache."""
+    """Return the directory that a config was read from: for a name on the hub, the snapshot in the local cache."""
     named = config.name_or_path or name
     place = Path(named)
     if not place.exists():
         cached = huggingface_hub.try_to_load_from_cache(named, CONFIG)
         place = Path(cached).parent if isinstance(cached, str) else place
     if not place.is_dir():
-        raise InputError(f"{name}: a config without weights; name the directory of a saved model")
+        raise InputError(f"{name}: this is a config without weights; name the directory of a saved model")
     return place
 
 
@@ -207,14 +209,16 @@ def _check_weights(name: str, folder: Path) -> None:
     pickles = [n for n in held if n.endswith(PICKLES)]
     other = [n for n in held if n.endswith((".safetensors", ".gguf"))]
     if other:
-        raise InputError(f"{name}: it holds {other[0]}, but want {SAFE_WEIGHTS_NAME} as save_pretrained writes it")
+        raise InputError(
+            f"{name}: the directory holds {other[0]} but no {SAFE_WEIGHTS_NAME}; save the model with save_pretrained"
+        )
     if pickles:
         raise InputError(
-            f"{name}: its weights are a pickle ({pickles[0]}), which is never read: it can run code; want "
-            f"{SAFE_WEIGHTS_NAME}, which save_pretrained writes once you have loaded them yourself"
+            f"{name}: its weights are a pickle ({pickles[0]}), which can run code and is never read; load it yourself "
+            f"and call save_pretrained, which writes {SAFE_WEIGHTS_NAME}"
         )
     if Path(name).expanduser().exists():
-        raise InputError(f"{name}: a config without weights; put the model's {SAFE_WEIGHTS_NAME} beside it")
+        raise InputError(f"{name} holds a config without weights; put the model's {SAFE_WEIGHTS_NAME} beside it")
     raise InputError(f"{name}: its weights are not in the local hub cache; download them first (hf download {name})")
 
 
@@ -225,10 +229,12 @@ def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> Any:
     except Exception as error:
         if not isinstance(error, REJECTIONS) and type(error) is not Exception:  # the tokenizers library raises that
             raise
-        raise InputError(f"{name}: its tokenizer cannot be loaded ({reason(error)}); want the model's own") from error
-    # Where the files are missing, transformers may make an empty one of the right class without a word.
+        raise InputError(
+            f"{name}: its tokenizer cannot be loaded ({reason(error)}); save the model's own beside its weights"
+        ) from error
+    # Without the files, transformers may silently make an empty tokenizer of the right class.
     files = set(tokenizer.vocab_files_names.values()) | {"tokenizer.json"}
-    files = files if tokenizer.vocab_files_names else {"tokenizer_config.json"}  # bytes need no vocabulary
+    files = files if tokenizer.vocab_files_names else {"tokenizer_config.json"}  # a byte-level one has no vocabulary
     if not any((folder / file).is_file() for file in files):
         raise InputError(f"{name}: no tokenizer there ({_any_of(files)}); save the model's own beside its weights")
     return tokenizer
@@ -247,7 +253,7 @@ def _model(name: str, folder: Path, config: PreTrainedConfig, **options: Any) ->
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
+            ignore_mismatched_sizes=True,  # raised below, by name
             **{k: v for k, v in options.items() if v is not None},
         )
     except (*REJECTIONS, SafetensorError) as error:

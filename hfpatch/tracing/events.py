@@ -1,4 +1,4 @@
-"""What a traced step saw, as data: one event a tensor, its statistics joined to it when the step is over."""
+"""The record of a traced step, as data: one event per tensor, which gets its statistics when the step is over."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class Stats:
     """Statistics of one tensor.
 
     Attributes:
-        size: Elements.
-        nan, posinf, neginf: Elements that are.
-        least, most: Of the finite elements; None where there is none.
+        size: Number of elements.
+        nan, posinf, neginf: Number of elements that are NaN, +Inf and -Inf.
+        least, most: Smallest and largest finite element; None if there is none.
         mean, rms: Of the finite elements that were counted.
-        zeros: Share of exact zeros, 0 to 1, of those counted.
-        under: Share of elements, not 0, that are 0 in `float16`, `float8_e5m2`, `float8_e4m3fn`.
-        counted: Elements behind mean, rms and the shares: all, or on a CPU a sample of a large tensor.
+        zeros: Share of exact zeros among the counted elements, 0 to 1.
+        under: Share of counted elements, 0 to 1, that are not 0 and become 0 in `float16`, `float8_e5m2` and
+            `float8_e4m3fn`, by dtype.
+        counted: Number of elements behind mean, rms and the shares: all, or on a CPU a sample of a large tensor. On a
+            GPU the shares of a large tensor are estimated from a part of it.
     """
 
     size: int
@@ -41,17 +43,17 @@ class Stats:
 
     @property
     def largest(self) -> float:
-        """Largest magnitude of a finite element; 0 where there is none."""
+        """Largest magnitude of a finite element; 0 if there is none."""
         return max(abs(self.least), abs(self.most)) if self.least is not None and self.most is not None else 0.0
 
     @property
     def nonfinite(self) -> int:
-        """Elements that are NaN or infinite."""
+        """Number of elements that are NaN or infinite."""
         return self.nan + self.posinf + self.neginf
 
     @property
     def holds(self) -> str:
-        """What is not finite, in words."""
+        """Description of the bad values; of the range if all are finite."""
         parts = [
             f"{count:,} {name}"
             for count, name in ((self.nan, "NaN"), (self.posinf, "+Inf"), (self.neginf, "-Inf"))
@@ -65,18 +67,19 @@ class Event:
     """One tensor at one place in one step.
 
     Attributes:
-        index: Position in the step, in the order things happened.
-        phase: When.
-        module: Path of the module it went into, came out of or belongs to.
-        role: `input`, `output`, or `parameter` and `buffer`; a gradient has the role of its tensor.
-        name: Of the tensor there: `hidden_states`, `logits`, `0`, `weight`; empty for a lone output.
-        number: Of the module's call in this step.
-        dtype, shape: Of the tensor.
-        device, row: Where its row of statistics is, and its number there.
+        index: Position in `Step.events`, in order of time.
+        phase: `weights`, `forward`, `backward` or `gradients`.
+        module: Path of the module of which it is an input, output, parameter or buffer.
+        role: `input`, `output`, `parameter` or `buffer`; a gradient has the role of its tensor.
+        name: Name of the tensor there: `hidden_states`, `logits`, `0`, `weight`; empty for a single output.
+        number: Calls of the module before this one, in this step.
+        dtype, shape: Of the tensor; the shape of this rank's part.
+        device, row: Device and index of its row of statistics.
         table: The rows of that device, once the step is over.
-        within: Path and number of the innermost kept call in which the tensor was made; None outside of all.
+        within: Path and number of the innermost kept call in which the tensor was made; None outside of all calls.
         forward: For a gradient, the event of its tensor; None if that was recomputed under checkpointing.
-        against: It is the difference of a buffer from what its module computes when it is built.
+        is_difference: True if this is the difference of a buffer from the value its module computes at build.
+        read: The statistics, once they were read.
     """
 
     index: int
@@ -92,29 +95,33 @@ class Event:
     table: torch.Tensor | None = None
     within: tuple[str, int] | None = None
     forward: int | None = None
-    against: bool = False
+    is_difference: bool = False
     read: Stats | None = None
 
     @property
     def stats(self) -> Stats:
-        """The statistics; there are some once the step is over."""
+        """Statistics of the tensor.
+
+        Raises:
+            RuntimeError: The step is not over.
+        """
         if self.read is None:
             if self.table is None:
-                raise RuntimeError("this step is not over: its statistics are still on their device")
+                raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
             self.read = stats(self.table[self.row].tolist(), math.prod(self.shape))
         return self.read
 
     @property
-    def what(self) -> str:
-        """The tensor in words."""
+    def label(self) -> str:
+        """Description of the tensor: role and name, such as `gradient of output 'logits'`."""
         name = f" {self.name!r}" if self.name else ""
         lead = "gradient of " if self.phase in ("backward", "gradients") else ""
         return f"{lead}{self.role}{name}"
 
     @property
     def bad(self) -> bool:
-        """Whether it holds something that is not finite."""
-        return self.stats.nonfinite > 0 and not self.against
+        """True if it holds a NaN or an infinity; False for a difference of buffers."""
+        return self.stats.nonfinite > 0 and not self.is_difference
 
 
 @dataclass
@@ -122,12 +129,13 @@ class Step:
     """A traced step: one call of the model and the backward pass that followed.
 
     Attributes:
-        number: Calls of the model before it.
-        epoch: Entries of the trace before this one.
-        events: In the order they happened.
-        start: The gradient that the backward pass started with, if the model gave a loss.
-        unseen: A backward pass of this step came after the step was over: the model had been called again, or the
-            trace been asked.
+        number: Index of the call of the model, from 0.
+        epoch: Index of the entry of the trace, from 0.
+        events: Its events, in order of time.
+        start: The gradient of the loss, with which the backward pass started; None if it did not start at a scalar
+            output of the model.
+        unseen: True if a backward pass of this step ran after the step was over, because the model had been called
+            again or the trace had been read.
     """
 
     number: int
@@ -137,24 +145,24 @@ class Step:
     unseen: bool = False
 
     def of(self, phase: Phase) -> list[Event]:
-        """Events of one phase."""
+        """Return the events of one phase."""
         return [e for e in self.events if e.phase == phase]
 
     @property
     def scale(self) -> float | None:
-        """What the loss was multiplied by (a loss scale, over accumulation steps); None if that is not known."""
+        """Factor on the loss (the loss scale divided by the accumulation steps); None if it is not known."""
         return None if self.start is None else self.start.stats.largest or None
 
     def close(self, tables: dict[torch.device, torch.Tensor]) -> bool:
-        """Give the events their statistics; whether any of them is worth a look: not finite, all zero, or compared."""
+        """Give the events their statistics; True if any needs a diagnosis: not finite, all zero, or compared."""
         for event in self.events:
             event.table = tables[event.device]
         odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in tables.values())
-        return odd or any(e.against for e in self.events)
+        return odd or any(e.is_difference for e in self.events)
 
 
 def stats(row: list[float], size: int) -> Stats:
-    """Statistics from a row of `hfpatch.numerics.statistics`."""
+    """Return the statistics in a row of `hfpatch.numerics.statistics`."""
     nan, posinf, neginf, zeros, f16, e5m2, e4m3, least, most, total, squares, counted = row
     finite = math.isfinite(least)
     n = max(counted, 1.0)

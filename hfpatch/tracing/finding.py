@@ -1,4 +1,4 @@
-"""What is wrong, as data: where it started, which operation made it, and why."""
+"""The result of a diagnosis, as data: where a fault started, which operation made it, and why."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first thing that goes wrong in a step.
+    """The first fault of a step.
 
     Attributes:
         phase: `weights` (before the forward pass), `forward`, `backward` or `gradients` (of parameters).
-        epoch, step: Entries of the trace, and calls of the model, before it.
-        module: Path of the module whose code made it; empty for the model's own.
-        kind: Class of that module.
-        tensor: In which tensor it was seen, in words: `output of model.layers.7`.
-        operation: The operation in words (`residual add`, `matmul of queries and keys`); None if it has none.
-        operand: What the operation was given, in words; empty if it has none.
-        holds: What the tensor holds: `12 NaN of 4,096 elements`.
-        symptom: Key of `hfpatch.symptoms.SYMPTOMS`; patches answer these.
+        epoch, step: Index of the entry of the trace and of the call of the model, from 0.
+        module: Path of the module whose code made the bad value; empty for the model itself.
+        kind: Class name of that module.
+        tensor: The tensor in which it was seen: `output of model.layers.7`.
+        operation: The operation (`residual add`, `matmul of queries and keys`); None if it is not known.
+        operand: The operation's operands, with dtype, shape and largest magnitude; empty if it is not known.
+        holds: The bad values of the tensor: `12 NaN of 4,096 elements`.
+        symptom: Key of `hfpatch.symptoms.SYMPTOMS`, by which patches that fix it are found.
         why: The cause, in a sentence.
-        dtype: Of the tensor.
-        ordinary: A gradient overflow that a GradScaler answers by itself; not a fault while the scale still falls.
+        dtype: Name of the tensor's dtype.
+        ordinary: True for a gradient overflow that a GradScaler handles by lowering its scale; a fault only if it
+            persists at a low scale.
     """
 
     phase: Phase

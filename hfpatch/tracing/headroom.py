@@ -1,4 +1,4 @@
-"""How far the tensors of a healthy pass are from the limits of a narrower dtype."""
+"""How far the tensors of a trace are from the limits of a narrower dtype."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Room:
+class TensorHeadroom:
     """One tensor in a narrower dtype.
 
     Attributes:
-        phase, module, tensor: Which.
-        largest: Its largest magnitude over the traced steps; a gradient's under the loss scale asked for.
-        overflow: `largest` over the dtype's largest value; above 1 it becomes infinite.
-        flush: The dtype's smallest magnitude over `largest`; above 1 all of it becomes 0.
+        phase, module, tensor: Phase of the step, path of the module, and description of the tensor.
+        largest: Its largest magnitude over the traced steps; for a gradient, under the requested loss scale.
+        overflow: `largest` divided by the dtype's largest value; above 1 it becomes infinite.
+        flush: The magnitude at and below which the dtype rounds to 0, divided by `largest`; above 1 every element
+            becomes 0.
         lost: Share of its elements, 0 to 1, that become 0 though they are not; None for scaled gradients.
     """
 
@@ -41,37 +42,37 @@ class Room:
 
 @dataclass(frozen=True)
 class Headroom:
-    """What a dtype would do to the tensors of the traced steps, in the order they were made.
+    """The range of the traced tensors compared with that of a narrower dtype.
 
     Attributes:
         dtype: Name of the dtype.
         loss_scale: Factor on the gradients.
-        rooms: Every tensor that was measured.
+        tensors: Every tensor that was measured, in the order they were made.
     """
 
     dtype: str
     loss_scale: float
-    rooms: tuple[Room, ...]
+    tensors: tuple[TensorHeadroom, ...]
 
     @property
-    def overflows(self) -> tuple[Room, ...]:
-        """Tensors that would hold an infinity, in the order they were made: the first is where it starts."""
-        return tuple(r for r in self.rooms if r.overflow > 1)
+    def overflows(self) -> tuple[TensorHeadroom, ...]:
+        """Tensors that would overflow, in the order they were made."""
+        return tuple(r for r in self.tensors if r.overflow > 1)
 
     @property
-    def flushes(self) -> tuple[Room, ...]:
-        """Tensors of which nothing would be left."""
-        return tuple(r for r in self.rooms if r.flush > 1)
+    def flushes(self) -> tuple[TensorHeadroom, ...]:
+        """Tensors of which every element would become 0."""
+        return tuple(r for r in self.tensors if r.flush > 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "tensors": [asdict(r) for r in self.rooms]}
+        """Return plain values: `{"dtype", "loss_scale", "tensors": [...]}`."""
+        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "tensors": [asdict(r) for r in self.tensors]}
 
     def to_sheet(self) -> Sheet:
-        """What overflows, what is lost, and how near the nearest is where nothing does."""
+        """Return a table of the tensors that overflow or become 0; if there are none, of the five largest."""
         over, gone = self.overflows, self.flushes
         scale = f", gradients under a loss scale of {self.loss_scale:,.0f}" if self.loss_scale != 1 else ""
-        near = sorted(self.rooms, key=lambda r: -r.overflow)[:5]
+        near = sorted(self.tensors, key=lambda r: -r.overflow)[:5]
         shown = [*over[:SHOWN], *gone[:SHOWN]] or near
         rows = tuple(
             (
@@ -82,9 +83,9 @@ class Headroom:
             )
             for r in shown
         )
-        half = [r for r in self.rooms if r.flush <= 1 and (r.lost or 0) > 0.5]
+        half = [r for r in self.tensors if r.flush <= 1 and (r.lost or 0) > 0.5]
         notes = [
-            f"{len(over)} of {len(self.rooms)} tensors overflow, {len(gone)} vanish{scale}."
+            f"{len(over)} of {len(self.tensors)} tensors overflow, {len(gone)} vanish{scale}."
             + (f" It starts at {over[0].tensor} of {over[0].module or 'the model'}." if over else "")
         ]
         if half:
@@ -107,26 +108,26 @@ def headroom(steps: Iterable[Step], dtype: str | torch.dtype, loss_scale: float 
         raise InputError(f"headroom in {name!r}: want one of {', '.join(FORMATS)}")
     info = torch.finfo(getattr(torch, name))
     top, smallest = float(info.max), float(info.smallest_normal) * float(info.eps) / 2
-    found: dict[tuple[Phase, str, str], Room] = {}
+    found: dict[tuple[Phase, str, str], TensorHeadroom] = {}
     for step in steps:
         for event in step.events:
             if event is step.start or not _counts(event):
                 continue
             scaled = event.phase in ("backward", "gradients") and (loss_scale != 1 or step.scale not in (None, 1.0))
             largest = event.stats.largest * (loss_scale / (step.scale or 1.0) if scaled else 1.0)
-            key = (event.phase, event.module, event.what)
+            key = (event.phase, event.module, event.label)
             known = found.get(key)
             if known is None or largest > known.largest:
                 lost = None if scaled else event.stats.under.get(name, 0.0)
                 flush = smallest / largest if largest else 0.0
-                found[key] = Room(*key, largest=largest, overflow=largest / top, flush=flush, lost=lost)
+                found[key] = TensorHeadroom(*key, largest=largest, overflow=largest / top, flush=flush, lost=lost)
     return Headroom(name, loss_scale, tuple(found.values()))
 
 
 def _counts(event: Event) -> bool:
-    """Whether a tensor would be held in the narrower dtype: not a buffer, not a mask of a dtype's lowest value."""
+    """True if a tensor would be held in the narrower dtype: not a buffer, not a mask of the dtype's lowest value."""
     stats = event.stats
-    if event.role == "buffer" or event.against or stats.size == 0:
+    if event.role == "buffer" or event.is_difference or stats.size == 0:
         return False
     mask = (
         stats.most is not None

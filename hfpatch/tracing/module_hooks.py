@@ -1,4 +1,4 @@
-"""The hooks on the modules of a model, which hand what they see to the watch of the step."""
+"""The hooks on the modules of a model, which pass inputs and outputs to the `Watch` of the current step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Uncopied:
-    """A copy of it, deep-copied or unpickled with its module, is a hook that does nothing."""
+    """A hook whose copy, deep-copied or unpickled with its module, does nothing."""
 
     def __deepcopy__(self, _memo: Any) -> Hook:
         return Hook(nothing)
@@ -32,7 +32,7 @@ class Hook(_Uncopied):
         self.function = function
 
     def __call__(self, *args: Any) -> None:
-        """Be a hook."""
+        """Call the function."""
         self.function(*args)
 
 
@@ -41,55 +41,55 @@ def nothing(*_: Any) -> None:
 
 
 class _Before(_Uncopied):
-    """Tells that a module is called."""
+    """Tells the watch that a module is called."""
 
     def __init__(self, hooks: Hooks, path: str, keeps: bool) -> None:
         self.hooks, self.path, self.keeps = hooks, path, keeps
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Be a hook."""
+        """Pass on the call's arguments."""
         watch = self.hooks.watch
         if watch is not None and not in_transform():
             watch.called(self.path, module, args, kwargs, self.keeps)
 
 
 class _After(_Uncopied):
-    """Tells what a module returned."""
+    """Tells the watch what a module returned."""
 
     def __init__(self, hooks: Hooks, path: str, keeps: bool) -> None:
         self.hooks, self.path, self.keeps = hooks, path, keeps
 
     def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        """Be a hook."""
+        """Pass on the output."""
         watch = self.hooks.watch
         if watch is not None and not in_transform():
             watch.returned(self.path, output, self.keeps)
 
 
 class Hooks:
-    """For every watched module but the model itself; set for the steps that are traced, and removed.
+    """The hooks of every watched module except the model itself; they are on the modules only in traced steps.
 
     Attributes:
-        watch: Of the step that runs; None between steps.
+        watch: The watch of the current step; None between steps.
     """
 
     def __init__(self, places: Places, *, inner: bool) -> None:
         self.watch: Watch | None = None
         self._key: int | None = None
         self._made: list[tuple[nn.Module, _Before, _After]] = []
-        for listed, keeps in ((places.opened, True), (places.blocks, True), (places.inner if inner else {}, False)):
+        for listed, keeps in ((places.containers, True), (places.blocks, True), (places.inner if inner else {}, False)):
             for path, module in listed.items():
                 if path:
                     self._made.append((module, _Before(self, path, keeps), _After(self, path, keeps)))
 
     def set(self) -> None:
-        """Set them, if they are not."""
+        """Set the hooks, unless they are set already."""
         if self._key is not None:
             return
         self._key = hooks.around(self._made)
 
     def remove(self) -> None:
-        """Take them off."""
+        """Remove the hooks, if they are set."""
         if self._key is None:
             return
         hooks.drop_around(self._made, self._key)

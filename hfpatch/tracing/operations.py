@@ -1,9 +1,9 @@
-"""Watches the operations of one call, under a dispatch mode, for the first that makes what is not finite.
+"""Watches the operations of one call, under a dispatch mode, for the first that makes a bad value.
 
 An operation is an *origin* if its result holds a NaN or an infinity that none of its operands explains. -Inf that is
-written on purpose (`masked_fill`, a constant) is *meant*, and so is what an addition or a `where` carries on from it.
-Each origin's mark follows the values through later operations; an origin whose mark does not reach the result of the
-call did no harm: `exp(-inf)` is 0.
+written on purpose (`masked_fill`, a constant) is *intentional*, and so is -Inf computed from it. The mark of each
+origin follows its values through later operations; an origin whose mark does not reach the result of the call did no
+harm: `exp(-inf)` is 0.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SOFTMAX = operators.SOFTMAX | {"softmax", "log_softmax"}
 
 @dataclass(frozen=True)
 class Operand:
-    """What an operation was given, as it was then.
+    """A tensor argument of an operation, as it was before the operation ran.
 
     Attributes:
-        name: Of the parameter or buffer it is; empty for what was computed.
+        name: Name of the parameter or buffer; empty for a computed tensor.
         shape, dtype: Of the tensor.
-        largest: Largest finite magnitude.
-        at: Its value at the place where the result first went wrong, for operations that work element by element.
-        least: Smallest magnitude.
-        nonfinite: Whether it held something that is not finite.
+        largest: Largest finite magnitude; 0 if no element is finite.
+        least: Smallest finite magnitude; 0 if no element is finite.
+        at: Its value where the result has its first bad element; None if it does not broadcast to the result.
+        nonfinite: True if it held a NaN or an infinity.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Origin:
     """The operation that made the first bad value of a call.
 
     Attributes:
-        name: Of the operation in torch (`add`, `mm`, `_softmax`).
-        node: Of the backward function it ran in (`MulBackward0`); empty in a forward pass.
+        name: Name of the operation in torch (`add`, `mm`, `_softmax`).
+        node: Name of the backward function it ran in (`MulBackward0`); empty in a forward pass.
         module: Path of the module whose code ran it.
-        operands: What it was given, in order.
+        operands: Its floating-point tensor arguments, in order.
         result: dtype of the result.
-        holds: `nan`, `+inf` or `-inf`: what the first bad element is.
-        exact: The element worked out in float64 from the operands, where that is simple; None elsewhere.
-        after_softmax: A softmax ran before it in the same module.
-        masked: A softmax, and an operand had a row of nothing but -Inf.
-        vanished: The last small number (an eps) that was 0 in its dtype in the same module; None if there was none.
+        holds: The first bad element: `nan`, `+inf` or `-inf`.
+        exact: For a matrix product, that element computed in float64 from the operands; None for other operations.
+        after_softmax: True if a softmax ran before it in the same module.
+        masked: True if it is a softmax over a row of only -Inf.
+        vanished: The last small number (an eps) in the same module that was 0 in its dtype; None if there was none.
         numbers: Numbers among its arguments.
-        given: An operand held a NaN or an infinity when the call began.
+        given: True if an operand held a NaN or an infinity when the call began.
     """
 
     name: str
@@ -84,13 +84,20 @@ class Origin:
 class _Known:
     ref: weakref.ref[torch.Tensor]
     version: int
-    bad: bool  # NaN or +Inf, or a -Inf that was not meant
+    bad: bool  # NaN or +Inf, or -Inf that was not intentional
     neginf: bool
     marks: frozenset[int]
 
 
 class Operations(operators.DispatchMode):
-    """Watches while it is entered; `where` tells the module whose code runs, and the backward function."""
+    """Watches operations inside the context.
+
+    Args:
+        module: The module that is called; names its parameters and buffers.
+        where: Returns the path of the module whose code runs, and the name of the backward function.
+        active: Returns True while operations are to be watched.
+        first_only: Raise `Found` at the first origin.
+    """
 
     def __init__(
         self,
@@ -110,21 +117,21 @@ class Operations(operators.DispatchMode):
         self._softmaxed: set[str] = set()
 
     def marks(self, values: Any) -> frozenset[int]:
-        """Numbers of the origins (`self.origins[n]`) whose marks a value carries."""
+        """Return the indices in `self.origins` of the origins whose marks these values carry."""
         found: frozenset[int] = frozenset()
         for _, tensor in floating(values):
             found |= self._look(tensor).marks
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at what it made."""
+        """Run an operation and check its results."""
         kwargs = kwargs or {}
         if not self.active():
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         operands = [t for _, t in floating((args, kwargs))]
         before = [self._look(t) for t in operands]
-        if operators.overwrites(func):  # what it was given is gone afterwards
+        if operators.overwrites(func):  # it overwrites an operand
             operands = [t.detach().clone() for t in operands]
         out = func(*args, **kwargs)
         base = name.removesuffix("_") if not name.startswith("__") else name
@@ -153,10 +160,10 @@ class Operations(operators.DispatchMode):
         nan, posinf, neginf = _flags(result)
         carried = frozenset[int]().union(*(k.marks for k in before))
         given = any(k.bad and not k.marks for k in before)
-        meant = (
+        intentional = (
             any(k.neginf for k in before) or _writes_neginf(args, kwargs) or (neginf and _adds_masks(name, operands))
         )
-        bad = nan or posinf or (neginf and not meant)
+        bad = nan or posinf or (neginf and not intentional)
         masked_row = (
             name in SOFTMAX and nan and not any(_has_nan_or_posinf(k, t) for k, t in zip(before, operands, strict=True))
         )
@@ -220,11 +227,11 @@ class Operations(operators.DispatchMode):
 
 
 class Found(BaseException):
-    """Ends a replay at the first origin; not an Exception, so that nothing on the way handles it."""
+    """Ends a replay at the first origin. Not an Exception, so that the model's own handlers do not catch it."""
 
 
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
-    """Whether there is a NaN, a +Inf, a -Inf."""
+    """Return whether a tensor holds a NaN, a +Inf and a -Inf."""
     held = local(tensor.detach())
     if held.numel() == 0:
         return False, False, False
@@ -250,12 +257,15 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _writes_neginf(args: Any, kwargs: Any) -> bool:
-    """Whether -Inf is among the numbers an operation was given (`masked_fill(mask, -inf)`, `full`)."""
+    """True if -Inf is among the numbers in an operation's arguments (`masked_fill(mask, -inf)`, `full`)."""
     return float("-inf") in _numbers((args, kwargs.values()))
 
 
 def _adds_masks(name: str, operands: list[torch.Tensor]) -> bool:
-    """Whether additive masks are summed, of order and of padding: they hold the dtype's lowest, and nothing above 0."""
+    """True if only additive masks are summed, such as a causal and a padding mask.
+
+    An additive mask holds the dtype's lowest value and no value above 0.
+    """
     return name == "add" and all(
         t.numel() and float(t.min()) == torch.finfo(t.dtype).min and float(t.max()) <= 0 for t in operands
     )
@@ -270,7 +280,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _vanishes(args: Any, kwargs: Any, dtype: torch.dtype) -> float | None:
-    """A small positive number among the arguments of an operation that is 0 in its dtype."""
+    """Return the first positive number below 1e-3 among an operation's arguments that is 0 in its dtype, or None."""
     numbers = _numbers((args, kwargs.values()))
     return next((n for n in numbers if 0 < n < 1e-3 and float(torch.tensor(n, dtype=dtype)) == 0), None)
 
@@ -293,7 +303,7 @@ def _operand(name: str, tensor: torch.Tensor, known: _Known, place: list[int]) -
 
 
 def _at(tensor: torch.Tensor, place: list[int]) -> float | None:
-    """The element of an operand that is broadcast to a place of the result."""
+    """Return the element of an operand that is broadcast to a place of the result; None if its shape does not fit."""
     if tensor.dim() > len(place):
         return None
     index = place[len(place) - tensor.dim() :]
@@ -304,7 +314,7 @@ def _at(tensor: torch.Tensor, place: list[int]) -> float | None:
 
 
 def _exact(name: str, operands: list[torch.Tensor], place: list[int]) -> float | None:
-    """One element of a matrix product in float64."""
+    """Return one element of a matrix product in float64; None for other operations."""
     pair = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 1)}.get(name)
     if pair is None or len(operands) <= pair[1]:
         return None

@@ -1,4 +1,4 @@
-"""The tensors in whatever a module is called with or returns: lists, dicts, ModelOutputs, dataclasses, nested."""
+"""The tensors in the arguments or output of a module: nested lists, dicts, ModelOutputs and dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 DEPTH = 8
-"""Containers inside containers that are looked into."""
+"""Deepest nesting of containers that is searched."""
 
 NUMBERS = tuple(map(str, range(256)))
 PLAIN = (int, float, str, bool, bytes)
@@ -21,11 +21,11 @@ FLOATING = frozenset(
 
 
 def floating(value: Any, name: str = "", depth: int = DEPTH) -> list[tuple[str, torch.Tensor]]:
-    """Name and tensor of every floating-point or complex tensor that can be measured.
+    """Return name and tensor of every floating-point or complex tensor that can be measured.
 
-    Names are those of the containers, joined by dots: `logits`, `0`, `hidden_states.3`. Integer and boolean
-    tensors, tensors on meta and those of quantised or sparse kinds are left out; so are key-value caches, which
-    every layer is handed whole (`cached` looks into them).
+    Names are keys and indices joined by dots: `logits`, `0`, `hidden_states.3`. Integer, boolean, meta, quantised and
+    sparse tensors are left out. So are key-value caches, because every layer is passed the whole cache; `cached`
+    returns their tensors.
     """
     if isinstance(value, torch.Tensor):
         return [(name, value)] if measurable(value) else []
@@ -43,19 +43,19 @@ def floating(value: Any, name: str = "", depth: int = DEPTH) -> list[tuple[str, 
 
 
 def measurable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds plain floating-point numbers on a device."""
+    """True if a tensor is dense and floating-point or complex, and holds values on a device."""
     if tensor.dtype not in FLOATING or tensor.layout != torch.strided or tensor.is_meta:
         return False
     return type(tensor) in ORDINARY or is_sharded(tensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor, of which this rank holds a part."""
+    """True if this is a DTensor."""
     return type(tensor).__name__ == "DTensor"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor; a plain tensor as it is."""
     if type(tensor) in ORDINARY:
         return tensor
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
@@ -82,7 +82,7 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def cached(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same for the key-value caches among the arguments of a model."""
+    """Yield name and tensor of the measurable tensors in the key-value caches among the arguments of a model."""
     for key, part in _parts(value) if depth else ():
         path = f"{name}.{key}" if name else str(key)
         if is_cache(part):
@@ -94,7 +94,7 @@ def cached(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is one of transformers' caches."""
+    """True if this is a cache of transformers."""
     return _is_cache(type(value))
 
 

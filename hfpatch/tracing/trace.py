@@ -1,4 +1,4 @@
-"""`hfpatch.trace`: watches the calls of a model, and names the first operation that goes wrong."""
+"""`hfpatch.trace`: traces the calls of a model, and names the first operation that goes wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, rank, say
 from hfpatch.tracing import views
-from hfpatch.tracing.analytic import expected
+from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
@@ -40,12 +40,12 @@ Level = Literal["blocks", "modules"]
 
 
 class Trace:
-    """A context in which the calls of a model are watched; see `hfpatch.trace`.
+    """A context that traces the calls of a model; see `hfpatch.trace`.
 
     Attributes:
-        steps: What was traced, in order (`hfpatch.tracing.events.Step`).
-        findings: The first thing that goes wrong in each traced step where something does.
-        meant: What is not finite and is meant to be, in words.
+        steps: The traced steps, in order (`hfpatch.tracing.events.Step`).
+        findings: The first fault of each traced step that has one.
+        intentional: Descriptions of tensors that are not finite on purpose.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Trace:
         backward: bool = True,
         level: Level = "modules",
         answers: Callable[[Finding], tuple[str, ...]] = lambda _: (),
-        passed: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         if level not in ("blocks", "modules"):
-            raise InputError(f"level={level!r}: want 'blocks' or 'modules'")
+            raise InputError(f"trace: level={level!r}: want 'blocks' or 'modules'")
         survey = Survey(model)
         self.model: nn.Module = survey.root
         self.places = places(self.model)
-        self.level, self.backward, self.answers, self.passed = level, backward, answers, passed
+        self.level, self.backward, self.answers, self.progress = level, backward, answers, progress
         self.wanted_steps = _chosen("steps", steps)
         self.wanted_epochs = _chosen("epochs", epochs)
         self.ranks = None if ranks is None else _listed("ranks", ranks)
         self.steps: list[Step] = []
         self.findings: list[Finding] = []
-        self.meant: list[str] = []
+        self.intentional: list[str] = []
         self._by_epoch = epochs is not None
         self._compiled = survey.compiled
         self._entered = 0
@@ -90,7 +90,7 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if self._on:
-            raise InputError("this trace is entered already; leave it first, or make another")
+            raise InputError("trace: this trace is already entered; leave it first, or make another one")
         if self._by_epoch:
             self._count = 0
         epoch, self._entered = self._entered, self._entered + 1
@@ -111,7 +111,7 @@ class Trace:
         self._on = False
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Trace every call of a function, e.g. one that trains for an epoch."""
+        """Trace every call of a function, for example one that trains for an epoch."""
 
         @functools.wraps(function)
         def traced(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -142,7 +142,7 @@ class Trace:
     # the hooks of the model itself
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy or in_transform():  # a call that is run again
+        if self._busy or in_transform():  # busy: the diagnosis runs this call again
             return
         self._conclude()
         number, self._count = self._count, self._count + 1
@@ -157,7 +157,7 @@ class Trace:
                 measured=self._measured,
                 ended=self._conclude,
                 expected=() if self._compared else expected(model),
-                passed=self.passed,
+                progress=self.progress,
             )
             self._compared = True
             self._watch.start(args, kwargs)
@@ -171,7 +171,7 @@ class Trace:
             self._watch.finish(output)
 
     def _conclude(self) -> None:
-        """The step is over: read its statistics, once, and look for what is wrong before the weights change."""
+        """End the step: read its statistics in one transfer, and diagnose it before the weights change."""
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -192,27 +192,27 @@ class Trace:
             watch.forget()
         if found is not None:
             self.findings.append(found)
-        self.meant.extend(words for words in diagnosis.meant if words not in self.meant)
+        self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
 
-    # what it says
+    # results
 
     @property
     def first_bad(self) -> Finding | None:
-        """The first thing that goes wrong in what was traced so far; None if nothing does."""
+        """The first fault in the steps traced so far; None if there is none."""
         self._conclude()
         return self.findings[0] if self.findings else None
 
     def report(self) -> Sheet:
-        """A row a block, the findings in words, and what to try; prints itself in a terminal and in a notebook."""
+        """Return one row per block, the findings, and what to try; it prints itself in a terminal and a notebook."""
         self._conclude()
-        return views.sheet(self._title(), self.steps, self.places, self.findings, self.meant, self._answers())
+        return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self._answers())
 
     def headroom(self, dtype: str | torch.dtype = "float16", *, loss_scale: float = 1.0) -> Headroom:
-        """Which tensors of the traced steps would overflow or vanish in a narrower dtype, and by what factor.
+        """Return which tensors of the traced steps would overflow or underflow in a narrower dtype, and by what factor.
 
         Args:
             dtype: `float16`, `bfloat16`, `float8_e4m3fn` or `float8_e5m2`.
-            loss_scale: What gradients are multiplied by; a scale that the traced loss carried is taken off first.
+            loss_scale: Factor on the gradients; the scale of the traced loss, if it had one, is divided out first.
 
         Raises:
             InputError: Another dtype.
@@ -222,9 +222,12 @@ class Trace:
         return headroom(self.steps, dtype, loss_scale)
 
     def largest_gradients(self, count: int = 10) -> list[tuple[str, float]]:
-        """Names of the parameters whose gradients reached the largest magnitude in the traced steps, with it.
+        """Return the parameters with the largest gradients in the traced steps: name and largest magnitude.
 
-        A gradient with a NaN or an infinity comes first, as infinity.
+        Gradients that hold a NaN or an infinity come first, with infinity as their magnitude.
+
+        Args:
+            count: Number of parameters to return.
         """
         want("largest_gradients", count=(count, WHOLE))
         self._conclude()
@@ -236,21 +239,21 @@ class Trace:
         return sorted(found.items(), key=lambda pair: -pair[1])[:count]
 
     def to_dict(self) -> dict[str, Any]:
-        """Findings, and the statistics of every tensor of every traced step; plain values under stable keys."""
+        """Return the findings and the statistics of every tensor of every traced step, as plain values."""
         self._conclude()
-        return views.to_dict(self.steps, self.findings, self.meant)
+        return views.to_dict(self.steps, self.findings, self.intentional)
 
     def to_json(self, path: str | Path) -> None:
-        """Write `to_dict()` to a file, whole or not at all."""
+        """Write `to_dict()` to a JSON file, atomically."""
         write_atomically(Path(path), json.dumps(self.to_dict(), indent=1))
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page of its own: blocks by steps, coloured by how near each is to its dtype's limit."""
+        """Write a self-contained HTML page: blocks by steps, coloured by how near each is to its dtype's limit."""
         self._conclude()
         write_atomically(Path(path), self._heatmap().to_html())
 
     def plot(self, path: str | Path) -> None:
-        """Write the same as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
+        """Write the heat map of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
         self._conclude()
         self._heatmap().to_png(Path(path))
 
@@ -284,12 +287,12 @@ def _chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:
 def _listed(name: str, wanted: Any) -> Collection[int]:
     listed = isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes))
     if not listed or any(type(n) is not int or n < 0 for n in wanted):
-        raise InputError(f"{name}=: got {shown(wanted)}; want a list of numbers counted from 0; None for all")
+        raise InputError(f"trace: {name}=: want a list of integers from 0 up, or None for all; got {shown(wanted)}")
     return wanted
 
 
 class _Numbers:
-    """Numbers that were listed; `last` is the largest."""
+    """The listed numbers; `last` is the largest."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self.numbers = frozenset(numbers)

@@ -24,11 +24,11 @@ def sheet(
     steps: Sequence[Step],
     where: Places,
     findings: Sequence[Finding],
-    meant: Sequence[str],
+    intentional: Sequence[str],
     answers: Sequence[str],
 ) -> Sheet:
-    """One row a block: the largest magnitude forward and backward, how many doublings are left, what is not finite."""
-    starts = {where.kept(f.module) for f in findings}
+    """Return a table with one row per block: largest magnitudes, doublings left before overflow, bad values."""
+    starts = {where.enclosing(f.module) for f in findings}
     backward = any(step.of("backward") for step in steps)
     rows: list[tuple[str, ...]] = []
     forth, back_again = _by_module(steps, "forward"), _by_module(steps, "backward")
@@ -46,19 +46,19 @@ def sheet(
     if not findings:
         notes.append("Nothing went wrong." if steps else "The model was not called while it was traced.")
     notes += [
-        f"step {s.number}: a backward pass came after the step was over, and was not seen (the model was called again "
-        "before it, or it was the second one)"
+        f"step {s.number}: a backward pass ran after the step was over and was not traced (the model was called again "
+        "or the trace was read before it, or it was a second backward pass)"
         for s in steps
         if s.unseen
     ][:3]
-    notes += [f"meant: {words}" for words in meant[:5]]
+    notes += [f"intentional: {words}" for words in intentional[:5]]
     notes += ["room: doublings left before the largest value of the dtype"] if rows else []
     notes += answers
     return Sheet(title, columns, tuple(rows), tuple(notes), wide=("block",))
 
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows with runs of three and more that are not finite in one line."""
+    """Return the rows, with each run of three or more "not finite" rows folded into one."""
     out: list[tuple[str, ...]] = []
     for same, group in itertools.groupby(rows, key=lambda row: row[-1] == "not finite"):
         run = list(group)
@@ -69,11 +69,11 @@ def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return out
 
 
-def to_dict(steps: Sequence[Step], findings: Sequence[Finding], meant: Sequence[str]) -> dict[str, Any]:
-    """Stable keys; every number a JSON number or null."""
+def to_dict(steps: Sequence[Step], findings: Sequence[Finding], intentional: Sequence[str]) -> dict[str, Any]:
+    """Return plain values under stable keys; every number is a JSON number or null."""
     return {
         "findings": [f.to_dict() for f in findings],
-        "meant": list(meant),
+        "intentional": list(intentional),
         "steps": [
             {"step": s.number, "epoch": s.epoch, "scale": s.scale, "tensors": [_tensor(e) for e in s.events]}
             for s in steps
@@ -84,7 +84,7 @@ def to_dict(steps: Sequence[Step], findings: Sequence[Finding], meant: Sequence[
 def heatmap(
     title: str, steps: Sequence[Step], where: Places, findings: Sequence[Finding], notes: Sequence[str]
 ) -> Heatmap:
-    """Blocks by steps, a column each for the forward and the backward pass."""
+    """Return a heat map of blocks by steps, with one column for the forward and one for the backward pass."""
     rows = _blocks(steps, where)
     columns: list[str] = []
     cells: dict[tuple[int, int], Cell] = {}
@@ -99,14 +99,14 @@ def heatmap(
             own = _by_module([step], phase)
             held: dict[str | None, list[Event]] = defaultdict(list)
             for event in events:
-                held[where.kept(event.module)].append(event)
+                held[where.enclosing(event.module)].append(event)
             for index, path in enumerate(rows):
                 here, inner = _own(own, path), held[path]
                 if not inner:
                     continue
                 place = (index, len(columns) - 1)
                 cells[place] = _cell(here or inner, inner)
-                if start and _meets(start, step, phase) and where.kept(start.module) == path:
+                if start and _meets(start, step, phase) and where.enclosing(start.module) == path:
                     first_bad = place
                     cells[place] = Cell(
                         cells[place].value, cells[place].limit, True, (*_cause(start), *cells[place].facts)
@@ -128,14 +128,14 @@ def _cell(shown: list[Event], inner: list[Event]) -> Cell:
     stats = top.stats
     bad = [e for e in inner if e.bad]
     facts = [
-        ("tensor", f"{top.what} of {top.module or 'the model'}"),
+        ("tensor", f"{top.label} of {top.module or 'the model'}"),
         ("dtype", dtype_name(top.dtype)),
         ("shape", "x".join(map(str, top.shape)) or "scalar"),
         ("max |x|", f"{stats.largest:.6g}"),
         ("min, max", f"{_number(stats.least)}, {_number(stats.most)}"),
         ("mean, RMS", f"{stats.mean:.4g}, {stats.rms:.4g}"),
         ("zeros", f"{stats.zeros:.2%}"),
-        *(("not finite", f"{e.what} of {e.module or 'the model'}: {e.stats.holds}") for e in bad[:3]),
+        *(("not finite", f"{e.label} of {e.module or 'the model'}: {e.stats.holds}") for e in bad[:3]),
     ]
     return Cell(
         stats.largest if stats.least is not None else None, float(torch.finfo(top.dtype).max), bool(bad), tuple(facts)
@@ -143,7 +143,7 @@ def _cell(shown: list[Event], inner: list[Event]) -> Cell:
 
 
 def _blocks(steps: Sequence[Step], where: Places) -> list[str]:
-    """Blocks, and the model itself at the end, in the order they returned."""
+    """Return the paths of blocks and of the model in the order they returned, the model last."""
     order: dict[str, None] = {}
     for step in steps:
         for event in step.of("forward"):
@@ -151,7 +151,7 @@ def _blocks(steps: Sequence[Step], where: Places) -> list[str]:
                 order.setdefault(event.module)
     for step in steps:
         for event in step.events:
-            if (path := where.kept(event.module)) is not None and path in where.blocks:
+            if (path := where.enclosing(event.module)) is not None and path in where.blocks:
                 order.setdefault(path)
     return list(order)
 
@@ -165,7 +165,7 @@ def _by_module(steps: Sequence[Step], phase: Phase) -> dict[str, list[Event]]:
 
 
 def _own(events: dict[str, list[Event]], path: str) -> list[Event]:
-    """Outputs of a module, or their gradients; its inputs' where it has no output of its own."""
+    """Return the events of a module's outputs, or of their gradients; all its events if it has no output event."""
     own = events.get(path, [])
     return [e for e in own if e.role == "output"] or own
 
@@ -176,7 +176,7 @@ def _largest(events: list[Event]) -> str:
 
 
 def _room(events: list[Event]) -> str:
-    """Doublings left before the dtype overflows."""
+    """Return the doublings left before the dtype overflows."""
     rooms = [math.log2(float(torch.finfo(e.dtype).max) / e.stats.largest) for e in events if e.stats.largest > 0]
     return f"{min(rooms):.1f}" if rooms else "-"
 

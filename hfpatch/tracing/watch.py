@@ -1,7 +1,7 @@
-"""What one traced step sees: hooks on modules (`hooks.py`) and on tensors tell it.
+"""Records the tensors of one traced step, with hooks on modules (`module_hooks.py`) and on tensors.
 
-Gradients are seen by hooks on tensors: hooks of modules for the backward pass do not fire on dicts, on frozen modules
-or under in-place operations. A hook never returns anything, so nothing is replaced.
+Gradients are recorded by hooks on tensors: torch's backward hooks on modules do not work with dicts as outputs, with
+frozen modules or with in-place operations. The hooks return None, so they replace nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ SLOTS: tuple[tuple[Role, str], ...] = (("parameter", PARAMETERS), ("buffer", BUF
 
 
 class Watch:
-    """Watches one step of a model.
+    """Records one step of a model.
 
     Args:
-        places: Of the model.
-        step: To fill.
-        backward: Follow the gradients; `ended` is called when the backward pass is over.
-        measured: Versions of parameters and buffers when they were last measured; read and written.
-        expected: Buffers, and what they should hold (`hfpatch.tracing.analytic.expected`).
-        passed: Told the path of each block that was passed, forward or backward.
+        places: The model's modules.
+        step: The step that the events are added to.
+        backward: Record the gradients too.
+        measured: Versions of parameters and buffers when they were last measured, by id; read and updated.
+        ended: Called when the backward pass is over.
+        expected: Buffers, and the values they should hold (`hfpatch.tracing.computed_buffers.expected`).
+        progress: Called with the path of each block when its forward or backward pass is done.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class Watch:
         measured: dict[int, tuple[weakref.ref[torch.Tensor], int]],
         ended: Callable[[], None],
         expected: Iterable[tuple[str, str, torch.Tensor, torch.Tensor]] = (),
-        passed: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.places, self.step, self.backward, self.ended = places, step, backward, ended
-        self.measured, self.expected, self.passed = measured, expected, passed
+        self.measured, self.expected, self.progress = measured, expected, progress
         self.rows: dict[torch.device, Rows] = {}
         self.calls: dict[tuple[str, int], Call] = {}
         self.caches: dict[int, tuple[Any, Any]] = {}
         self.output: Any = None
         self.final: set[int] = set()
-        self._root = places.opened[""]
+        self._root = places.containers[""]
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._numbers: dict[str, int] = {}
         self._stack: list[tuple[str, int]] = []
@@ -67,18 +68,18 @@ class Watch:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Stop looking. Hooks on tensors go with their graph; they do nothing any more."""
+        """Stop recording. Hooks on tensors stay until their graph is freed, and do nothing."""
         self.backward = False
 
     def forget(self) -> None:
-        """Let go of every tensor of the step."""
+        """Release every tensor of the step."""
         self.calls.clear()
         self.caches.clear()
         self.output = None
         self._seen.clear()
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called: its parameters and buffers first, then what it was given."""
+        """Record the start of a call of the model: its parameters and buffers, then its inputs."""
         self._running = True
         for path, module in self.places.owners:
             for role, slots in SLOTS:
@@ -87,13 +88,13 @@ class Watch:
                         self._event("weights", path, role, name, 0, tensor)
         for path, name, buffer, built in self.expected:
             difference = buffer.detach() - built.to(buffer.device, non_blocking=True)
-            self._event("weights", path, "buffer", name, 0, difference, against=True)
+            self._event("weights", path, "buffer", name, 0, difference, is_difference=True)
         for name, tensor in cached({**{str(i): a for i, a in enumerate(args)}, **kwargs}):
             self._input("", name, 0, tensor, None)
         self.called("", self._root, args, kwargs, True)
 
     def finish(self, output: Any) -> None:
-        """The model returned."""
+        """Record the output of the model."""
         if output is not None:
             self.output = output
             self.returned("", output, True)
@@ -101,13 +102,13 @@ class Watch:
         self._running = False
 
     def called(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: bool) -> None:
-        """A watched module is called."""
+        """Record the call of a watched module; with `keeps`, keep the call so that it can be run again."""
         if not self._running:
             return
         number = self._numbers.get(path, -1) + 1
         self._numbers[path] = number
         if not keeps and len(args) == 1 and not kwargs and self._known(args[0]) is not None:
-            return  # most often: what another module returned
+            return  # the common case: the output of another module
         given = floating(args)
         if kwargs:
             given += floating(kwargs)
@@ -130,7 +131,7 @@ class Watch:
             call.inputs.append(index)
 
     def returned(self, path: str, output: Any, keeps: bool) -> None:
-        """A watched module returned."""
+        """Record the output of a watched module; `keeps` as for `called`."""
         number = self._numbers.get(path, 0)
         call = self.calls.get((path, number)) if keeps else None
         for name, tensor in floating(output):
@@ -142,11 +143,11 @@ class Watch:
                 tensor.register_hook(partial(self._keep, call, name))
         if keeps and self._running:
             self._stack.pop()
-            if self.passed is not None:
-                self.passed(path)
+            if self.progress is not None:
+                self.progress(path)
 
     def _known(self, tensor: torch.Tensor) -> int | None:
-        """Event of a tensor that was met before and not written to since."""
+        """Return the event of a tensor that was recorded before and not written to since; None for any other."""
         known = self._seen.get(id(tensor))
         return known[2] if known and known[0]() is tensor and known[1] == version(tensor) else None
 
@@ -160,7 +161,7 @@ class Watch:
 
     def _event(
         self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor,
-        forward: int | None = None, against: bool = False,
+        forward: int | None = None, is_difference: bool = False,
     ) -> Event:  # fmt: skip
         held = local(tensor)
         device = held.device
@@ -171,13 +172,13 @@ class Watch:
                 gathered = self.rows[device] = rows(device)
             event = Event(
                 len(events), phase, path, role, name, number, tensor.dtype, tuple(held.shape), device,
-                gathered.add(held), None, self._stack[-1] if self._stack else None, forward, against,
+                gathered.add(held), None, self._stack[-1] if self._stack else None, forward, is_difference,
             )  # fmt: skip
             events.append(event)
         return event
 
     def _changed(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter or buffer may hold other values than when it was last measured."""
+        """True if a parameter or buffer may have changed since it was last measured."""
         known, now = self.measured.get(id(tensor)), version(tensor)
         if known and known[0]() is tensor and known[1] == now:
             return False
@@ -187,7 +188,7 @@ class Watch:
     def _follow(
         self, tensor: torch.Tensor, path: str, role: Role, name: str, number: int, of: int | None, call: Call | None
     ) -> None:
-        """See the gradient of a tensor, and keep it with the call that returned the tensor, if one is given."""
+        """Record the gradient of a tensor, and keep it with the call that returned the tensor, if one is given."""
         if not (self.backward and tensor.requires_grad):
             return
         if role == "output":
@@ -213,21 +214,22 @@ class Watch:
         if not self.backward:
             return
         call.grads[name] = grad
-        if self.passed is not None:
-            self.passed(call.path)
+        if self.progress is not None:
+            self.progress(call.path)
 
     def _begin_backward(self) -> None:
-        """On the first gradient of a backward pass, ask autograd to tell when it ends: the weights are still as they
-        were then, an optimizer may change them before the model is called again.
+        """Have autograd report the end of the backward pass, when its first gradient is seen.
+
+        The step must be diagnosed then: an optimizer may change the weights before the model is called again.
         """
         self._gradients = True
-        after_backward(lambda: after_backward(self._end_backward))  # behind DDP's, which reduces gradients
+        after_backward(lambda: after_backward(self._end_backward))  # after DDP's callback, which reduces gradients
 
     def _end_backward(self) -> None:
         self._gradients = False
         if not self.backward:
             return
-        seen: set[int] = set()  # a tied one once
+        seen: set[int] = set()  # a tied parameter is recorded once
         for path, module in self.places.owners:
             for name, parameter in module.__dict__[PARAMETERS].items():
                 gradient = None if parameter is None or id(parameter) in seen else parameter.grad

@@ -1,7 +1,7 @@
-"""Which modules of a model are watched, and which calls are kept so that they can be run again.
+"""Which modules of a model are watched, and for which of them calls are kept to be run again.
 
-A *block* is an item of a list of layers, or a part that stands beside such lists (an embedding, the final norm, the
-head). What holds blocks is *opened*: the model itself, a text model in it, PEFT's wrappers, stages of stages.
+A *block* is an item of a list of layers, or a part beside such lists (an embedding, the final norm, the head). A module
+that holds blocks is a *container*: the model itself, a text model in it, PEFT's wrappers, nested stages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hfpatch.compat.modules import buffers, parameters
 from hfpatch.model.roles import is_block
 
 _BARE = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Containers that nobody calls."""
+"""Module lists and dicts, which are never called."""
 
 
 @dataclass(frozen=True)
@@ -22,32 +22,32 @@ class Places:
     """Modules by path, in the order of `named_modules`.
 
     Attributes:
-        opened: The model and what holds blocks.
-        blocks: What is run again as a whole when something in it goes wrong.
-        inner: What lies in blocks.
+        containers: The model and the modules that hold blocks.
+        blocks: Modules that are run again as a whole when something in them goes wrong.
+        inner: Modules inside blocks.
         owners: Modules that hold parameters or buffers of their own.
     """
 
-    opened: dict[str, nn.Module]
+    containers: dict[str, nn.Module]
     blocks: dict[str, nn.Module]
     inner: dict[str, nn.Module]
     owners: tuple[tuple[str, nn.Module], ...]
 
-    def kept(self, path: str) -> str | None:
-        """The innermost opened module or block that a path is or lies in."""
-        while path not in self.blocks and path not in self.opened:
+    def enclosing(self, path: str) -> str | None:
+        """Return the innermost container or block at or above a path; None if there is none."""
+        while path not in self.blocks and path not in self.containers:
             if not path:
                 return None
             path = path.rpartition(".")[0]
         return path
 
-    def outer(self, path: str) -> str | None:
-        """The same for what a path lies in, itself left out; None for the model."""
-        return self.kept(path.rpartition(".")[0]) if path else None
+    def above(self, path: str) -> str | None:
+        """Return the innermost container or block above a path, not the path itself; None for the model."""
+        return self.enclosing(path.rpartition(".")[0]) if path else None
 
 
 def places(model: nn.Module) -> Places:
-    """The places of a model, from its structure."""
+    """Return the places of a model, from its structure."""
     owners = tuple((p, m) for p, m in model.named_modules() if parameters(m) or buffers(m))
     found = Places({}, {}, {}, owners)
     seen: set[nn.Module] = set()
@@ -65,7 +65,7 @@ def places(model: nn.Module) -> Places:
                     found.inner[name] = inner
             return
         if not bare:
-            found.opened[path] = module
+            found.containers[path] = module
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child, False)
 
@@ -74,7 +74,7 @@ def places(model: nn.Module) -> Places:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a list of layers lies in a module: what has a norm and a branch each, as roles are told."""
+    """True if a module holds a list of layers, each of which is a block by `hfpatch.model.roles.is_block`."""
     return any(
         isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 0 and all(is_block(item) for item in inner)
         for inner in module.modules()

@@ -54,7 +54,7 @@ def test_smollm_is_not_alarmed_about(smollm_dir: Path, smollm_tokens: dict[str, 
     model = load(smollm_dir, torch.float32)
     t = forward(model, smollm_tokens)
     assert t.first_bad is None
-    assert t.meant == []
+    assert t.intentional == []
     assert t.headroom("float16").overflows == ()
     assert forward(model.half(), smollm_tokens, level="blocks").first_bad is None
 

@@ -1,7 +1,7 @@
-"""Buffers that a checkpoint does not hold, against what their module computes when it is built.
+"""Compares buffers that a checkpoint does not hold with the values that their module computes when it is built.
 
-Rotary frequencies and the like are never loaded: a model that was made on meta and moved, or loaded in an odd way, may
-hold whatever was in memory, and nothing says so.
+Rotary frequencies and similar buffers are never loaded. In a model that was built on meta and then moved, they may be
+uninitialised memory, and no error tells so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hfpatch.model.walk import is_stock
 from hfpatch.tracing.tensors import measurable
 
 CHANGING = {"dynamic", "longrope"}
-"""Kinds of rotary embedding that write other frequencies as they run."""
+"""Kinds of rotary embedding that overwrite their frequencies at run time."""
 
 
 def expected(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Module path, buffer name, buffer, and the value it was built with (on the CPU, in its dtype)."""
+    """Yield module path, buffer name, buffer, and the value its module computes at build (on the CPU, in its dtype)."""
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         absent = [n for n in unsaved(module) if n in buffers and measurable(buffers[n])]
@@ -47,7 +47,7 @@ def _as_built(module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
         try:
             made = type(module)(config)
         except (TypeError, ValueError, AttributeError, LookupError):
-            return out  # it wants more than a config: nothing to compare with
+            return out  # it needs more than a config to be built: nothing to compare with
     built = {n: b for n, b in made.named_buffers(recurse=False) if n in names and not b.is_meta}
     return {**built, **out}
 

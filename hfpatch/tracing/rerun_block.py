@@ -1,6 +1,6 @@
-"""Runs one kept call again under the watcher of operations, forward or with its backward pass.
+"""Replays one kept call while its operations are watched: forward only, or with its backward pass.
 
-Nothing of the model changes: gradients go nowhere, buffers and random numbers are put back.
+The model does not change: no gradients are accumulated, and buffers and random state are put back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from hfpatch.tracing.operations import Found, Operations, Origin
 from hfpatch.tracing.tensors import DEPTH, floating, is_sharded
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
-"""What a model's code raises when it cannot be run a second time (`torch.OutOfMemoryError` is a RuntimeError)."""
+"""Exceptions from model code that cannot be run a second time (`torch.OutOfMemoryError` is a RuntimeError)."""
 
 
 @dataclass(frozen=True)
-class Point:
-    """A tensor of a call: which module, of what it was given or returned, and in which of the module's calls there."""
+class Target:
+    """The place of a tensor in a kept call.
+
+    Attributes:
+        module: Path of the module of which it is an input or output.
+        role: `input` or `output`.
+        name: Its name there, as in `Event.name`.
+        number: Calls of the module before this one, within the kept call.
+    """
 
     module: str
     role: str
@@ -33,13 +40,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay saw.
+    """The result of a replay.
 
     Attributes:
-        origin: The first operation whose bad values reached the tensor asked about; None if there was none.
-        swallowed: The first origin that did not.
-        tensor: That tensor; None after a backward replay.
-        obstacle: Why there was no replay, in words; None if there was one.
+        origin: The first operation whose bad values reached the target tensor; None if there was none.
+        swallowed: The first origin whose bad values did not reach it; None if there was none.
+        tensor: The target tensor; None after a backward replay.
+        obstacle: Why the call could not be replayed; None if it was.
     """
 
     origin: Origin | None = None
@@ -49,7 +56,7 @@ class Replayed:
 
 
 def obstacle(call: Call) -> str | None:
-    """Why a call cannot be made again; None if it can."""
+    """Return why a call cannot be replayed; None if it can."""
     if any(is_sharded(p) for p in call.module.parameters()):
         return "its parameters are sharded over ranks: running it again would wait for the others"
     if call.overwritten:
@@ -57,28 +64,28 @@ def obstacle(call: Call) -> str | None:
     return None
 
 
-def forward(call: Call, point: Point, skip: set[str]) -> Replayed:
-    """Run a call again.
+def forward(call: Call, target: Target, skip: set[str]) -> Replayed:
+    """Replay a call.
 
     Args:
         call: The call.
-        point: The tensor in it that is asked about.
-        skip: Paths of modules in it whose outputs were measured and are finite: their operations are not looked at.
+        target: The place of the target tensor.
+        skip: Paths of modules in it whose outputs were measured and are finite: their operations are not watched.
     """
     if why := obstacle(call):
         return Replayed(obstacle=why)
     args, kwargs = call.arguments()
-    with _Where(call, skip, point) as where:
+    with _Where(call, skip, target) as where:
         operations = Operations(call.module, where, active=where.active, first_only=False)
         try:
             with call.as_it_was(), torch.inference_mode(call.inference), torch.no_grad(), operations:
                 out = nn.Module.__call__(call.module, *args, **kwargs)
         except FAILURES as error:
             return Replayed(obstacle=f"running it again failed: {first_line(error)}")
-    if point.module == call.path:
-        where.take(out)
+    if target.module == call.path:
+        where.capture(out)
     if where.tensor is None:
-        return Replayed(obstacle="run again, it did not come by there")
+        return Replayed(obstacle="when the block was run again, this tensor did not occur")
     reached = operations.marks(where.tensor)
     origins = operations.origins
     return Replayed(
@@ -89,16 +96,16 @@ def forward(call: Call, point: Point, skip: set[str]) -> Replayed:
 
 
 def backward(call: Call, factor: float = 1.0) -> Replayed:
-    """Run a call and its backward pass again, from the gradients that its outputs got.
+    """Replay a call and its backward pass, starting from the gradients of its outputs.
 
     Args:
         call: The call.
-        factor: Gradients are multiplied by it first; `1 / scale` tells what they would be without a loss scale.
+        factor: Factor on those gradients; `1 / scale` replays the pass without a loss scale.
     """
     if why := obstacle(call):
         return Replayed(obstacle=why)
     if not call.grads:
-        return Replayed(obstacle="no gradient of its outputs was seen")
+        return Replayed(obstacle="no gradient of its outputs was recorded")
     given: list[torch.Tensor] = []
     args, kwargs = (leaves(part, given) for part in call.arguments())
     parameters = [p for p in call.module.parameters() if p.requires_grad]
@@ -107,11 +114,11 @@ def backward(call: Call, factor: float = 1.0) -> Replayed:
         try:
             with call.as_it_was(), torch.enable_grad(), operations:
                 out = dict(floating(nn.Module.__call__(call.module, *args, **kwargs)))
-                where.own_nodes(out)
+                where.assign_nodes(out)
                 pairs = [(out[n], g * factor) for n, g in call.grads.items() if n in out and out[n].requires_grad]
                 wanted = [*given, *parameters]
                 if not pairs or not wanted:
-                    return Replayed(obstacle="running it again gave no graph to go back through")
+                    return Replayed(obstacle="when the block was run again, its outputs had no autograd graph")
                 where.backward = True
                 torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
         except Found:
@@ -122,13 +129,13 @@ def backward(call: Call, factor: float = 1.0) -> Replayed:
 
 
 class _Where:
-    """Knows, while a call is made again, which module's code runs."""
+    """Tracks which module's code runs while a call is replayed."""
 
-    def __init__(self, call: Call, skip: set[str], point: Point | None) -> None:
-        self.call, self.skip, self.point = call, skip, point
+    def __init__(self, call: Call, skip: set[str], target: Target | None) -> None:
+        self.call, self.skip, self.target = call, skip, target
         self.tensor: torch.Tensor | None = None
         self.backward = False
-        self._left = point.number if point else 0
+        self._left = target.number if target else 0
         self._stack: list[str] = [call.path]
         self._skipping = 0
         self._node = ""
@@ -158,18 +165,18 @@ class _Where:
     def _follow(self, path: str, module: nn.Module) -> None:
         given: list[set[Any]] = []
 
-        asked = self.point.role if self.point is not None and self.point.module == path else None
+        asked = self.target.role if self.target is not None and self.target.module == path else None
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if asked == "input":
-                self.take(args, kwargs)
+                self.capture(args, kwargs)
             self._stack.append(path)
             self._skipping += path in self.skip
             given.append(_nodes((args, kwargs)))
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if asked == "output":
-                self.take(output)
+                self.capture(output)
             self._stack.pop()
             self._skipping -= path in self.skip
             self._returned.append((path, _nodes(output), given.pop()))
@@ -177,22 +184,23 @@ class _Where:
         self._handles.append(hooks.before(module, before, with_kwargs=True))
         self._handles.append(hooks.after(module, after))
 
-    def take(self, *values: Any) -> None:
-        """Keep the tensor that is asked about, if this is the call it is in."""
-        if self.point is not None and self._left == 0:
-            self.tensor = next((t for value in values for n, t in floating(value) if n == self.point.name), None)
+    def capture(self, *values: Any) -> None:
+        """Keep the target tensor, if this is the module's call that it belongs to."""
+        if self.target is not None and self._left == 0:
+            self.tensor = next((t for value in values for n, t in floating(value) if n == self.target.name), None)
         self._left -= 1
 
-    def own_nodes(self, out: dict[str, torch.Tensor]) -> None:
-        """Say for every backward function whose module's code it belongs to: what lies between a module's outputs
-        and inputs and in none of its own children, which returned before it.
+    def assign_nodes(self, out: dict[str, torch.Tensor]) -> None:
+        """Assign every backward function to a module: the innermost one between whose inputs and outputs it lies.
+
+        Children returned before their parents, so they take their functions first.
         """
         taken: set[Any] = set()
         for path, ends, starts in [*self._returned, (self.call.path, _nodes(out), set[Any]())]:
             for node in _between(ends, starts, taken):
-                self._tell(node, path)
+                self._assign(node, path)
 
-    def _tell(self, node: Any, path: str) -> None:
+    def _assign(self, node: Any, path: str) -> None:
         def before(_grads: Any) -> None:
             self._owner, self._node = path, str(node.name())
 
@@ -215,7 +223,7 @@ def _between(ends: set[Any], starts: set[Any], taken: set[Any]) -> Iterator[Any]
 
 
 def leaves(value: Any, found: list[torch.Tensor], depth: int = DEPTH) -> Any:
-    """Arguments with every tensor that needs a gradient replaced by a leaf, which is added to `found`."""
+    """Return arguments with each tensor that requires a gradient replaced by a leaf, which is added to `found`."""
     if isinstance(value, torch.Tensor):
         if not value.requires_grad:
             return value
@@ -232,5 +240,5 @@ def leaves(value: Any, found: list[torch.Tensor], depth: int = DEPTH) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What other code raised, without what follows its first line."""
+    """Return the first line of an exception's message."""
     return str(error).partition("\n")[0]
