@@ -307,6 +307,7 @@ def test_a_frame_is_the_caller_s_and_tells_whose_call_it_is() -> None:
 
 
 class TestWrappers:
+    @pytest.mark.slow
     def test_compile_names_what_it_holds(self) -> None:
         layer = nn.Linear(2, 2)
         assert modules.children(torch.compile(layer, backend="eager")) == {wrappers.COMPILED: layer}
@@ -326,6 +327,7 @@ class TestWrappers:
         modules.children(wrapper)[wrappers.SHARDED] = layer
         assert wrapper.module is layer
 
+    @pytest.mark.slow
     def test_the_names_of_classes_lead_to_them(self) -> None:
         from peft import PeftModel
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -342,6 +344,7 @@ class TestWrappers:
         assert {name: kind for kind, name in found.items()} == wrappers.CLASSES
 
 
+@pytest.mark.slow
 class TestDynamo:
     @pytest.fixture(autouse=True)
     def fresh(self) -> Any:

@@ -47,7 +47,14 @@ WRAPPERS: dict[str, list[Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "wrap"), [(kind, wrap) for kind, each in WRAPPERS.items() for wrap in each])
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [
+        pytest.param(kind, wrap, marks=[pytest.mark.slow] if wrap is compiled else [])
+        for kind, each in WRAPPERS.items()
+        for wrap in each
+    ],
+)
 def test_a_wrapper_is_seen_through_where_its_kind_is_asked_for(kind: str, wrap: Callable[[Any], Any]) -> None:
     model = tiny_model("llama")
     wrapper = wrap(model)
@@ -58,6 +65,7 @@ def test_a_wrapper_is_seen_through_where_its_kind_is_asked_for(kind: str, wrap: 
     assert nn.ModuleDict({"part": wrapper}).get_submodule(path) is inner is model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(peft, ddp, compiled), (compiled, peft, nn.DataParallel), (peft, compiled)])
 def test_wrappers_around_wrappers(order: tuple[Callable[[Any], Any], ...]) -> None:
     model = wrapped = tiny_model("llama")
