@@ -11,6 +11,8 @@ from importlib import metadata
 from multiprocessing import get_context
 from typing import Any
 
+from hfpatch.report import Sheet, Shown
+
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "multimodal": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
@@ -36,8 +38,8 @@ class Row:
         return {"mappings": list(self.mappings), **(self.facts or {"reason": self.reason})}
 
 
-@dataclass(frozen=True)
-class Atlas:
+@dataclass(frozen=True, repr=False)
+class Atlas(Shown):
     """Every architecture, by name, and the versions that it was read from."""
 
     versions: dict[str, str | None]
@@ -47,10 +49,15 @@ class Atlas:
         """As JSON: versions {package: version, null where missing}, architectures {name: see `Row.to_dict`}."""
         return {"versions": self.versions, "architectures": {r.architecture: r.to_dict() for r in self.rows}}
 
-    def __str__(self) -> str:
+    def sheets(self) -> tuple[Sheet, ...]:
+        """As tables: how many there are of each kind; one row for each that builds; those that do not."""
         from hfpatch.atlas.tables import sheets
 
-        return "\n\n".join(s.to_text() for s in sheets(self))
+        return sheets(self)
+
+    def sheet(self) -> Sheet:
+        """The first table: how many there are of each kind."""
+        return self.sheets()[0]
 
 
 def architectures() -> dict[str, tuple[str, ...]]:

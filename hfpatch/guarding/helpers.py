@@ -13,7 +13,7 @@ from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import plain
 from hfpatch.guarding.gradient_norms import piece, tensor_norms
 from hfpatch.model.survey import root_module
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown, finite
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,8 +68,8 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
     return loss
 
 
-@dataclass(frozen=True)
-class GradientReport:
+@dataclass(frozen=True, repr=False)
+class GradientReport(Shown):
     """Gradients of a model at one moment; prints itself as a table.
 
     Attributes:
@@ -87,15 +87,21 @@ class GradientReport:
     missing: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: norm, largest, nonfinite, parameters, missing."""
-        return {**vars(self), "largest": [list(pair) for pair in self.largest], "missing": list(self.missing)}
+        """As JSON: norm, largest, nonfinite, parameters, missing; a norm that is not finite is null."""
+        return {
+            **vars(self),
+            "norm": finite(self.norm),
+            "largest": [[name, finite(norm)] for name, norm in self.largest],
+            "missing": list(self.missing),
+        }
 
-    def __str__(self) -> str:
+    def sheet(self) -> Sheet:
+        """Return it as a table."""
         title = f"norm {self.norm:.4g} over {self.parameters} gradients, {self.nonfinite:.2%} of the values not finite"
         rows = tuple((name, f"{norm:.4g}") for name, norm in self.largest)
         few = ", ".join(self.missing[:LARGEST]) + (", ..." if len(self.missing) > LARGEST else "")
         notes = (f"{len(self.missing)} trained parameters have no gradient: {few}",) if self.missing else ()
-        return Sheet(title, ("largest gradients", "norm"), rows, notes, wide=("largest gradients",)).to_text()
+        return Sheet(title, ("largest gradients", "norm"), rows, notes, wide=("largest gradients",))
 
 
 def gradient_report(model: nn.Module, loss_scale: float = 1.0) -> GradientReport:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from hfpatch.report import Sheet, Shown, finite
+
 
 class Reason(StrEnum):
     """Why a step was skipped."""
@@ -75,6 +77,11 @@ class Facts:
     learned: float | None = None
 
     def __str__(self) -> str:
+        return "; ".join([self.line, *self.blame])
+
+    @property
+    def line(self) -> str:
+        """Return what became of it with its figures, without the parameters that are named."""
         if self.kind == "accumulating":
             return f"step {self.step}: accumulating"
         figures = f"loss {_figure(self.loss)}, gradient norm {_figure(self.norm)}"
@@ -85,7 +92,7 @@ class Facts:
         if self.empty:
             figures += f", {self.empty} of {self.micro_batches} micro-batches empty"
         head = "stepped" if self.reason is None else f"skipped, {self.reason}"
-        return "; ".join([f"step {self.step}: {head}: {figures}", *self.blame])
+        return f"step {self.step}: {head}: {figures}"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; tuples become lists there."""
@@ -100,7 +107,7 @@ class Facts:
         return cls(**values)
 
 
-class Outcome:
+class Outcome(Shown):
     """What `Guard.step` returns. Read it or not: where the decision is on a device, reading it waits for it.
 
     Args:
@@ -139,11 +146,13 @@ class Outcome:
         """Why it was skipped; None if it was not."""
         return self.facts.reason
 
-    def __str__(self) -> str:
-        return str(self.facts)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures (`Facts.to_dict`); what is not finite is null."""
+        return {k: finite(v) if isinstance(v, float) else v for k, v in self.facts.to_dict().items()}
 
-    def __repr__(self) -> str:
-        return f"<Outcome {self.facts}>"
+    def sheet(self) -> Sheet:
+        """Return a line for the step, and one for each sentence that names parameters."""
+        return Sheet(self.facts.line, (), (), self.facts.blame)
 
 
 def _figure(value: float | None) -> str:

@@ -21,7 +21,7 @@ from hfpatch.inspecting.layers import LayerList, layer_lists
 from hfpatch.model.roles import stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
 from hfpatch.model.survey import Submodel, Survey, elements
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class StackInfo:
         return dict(vars(self))
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+@dataclass(frozen=True, repr=False)
+class ModelInfo(Shown):
     """Facts about a model. Prints as tables; `to_dict()` gives the same as JSON.
 
     `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it.
@@ -107,12 +107,6 @@ class ModelInfo:
     def sheet(self) -> Sheet:
         """The first table: the facts that are one line each."""
         return self.sheets()[0]
-
-    def __str__(self) -> str:
-        return "\n\n".join(s.to_text() for s in self.sheets())
-
-    def _repr_html_(self) -> str:
-        return "\n".join(s.to_html() for s in self.sheets())
 
 
 def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:

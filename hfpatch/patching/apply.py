@@ -21,7 +21,7 @@ from hfpatch.patching.plan import plan
 from hfpatch.patching.records import Record, logged, show
 from hfpatch.patching.status import Status, status_of
 from hfpatch.patching.undo import one_at_a_time, undo_all
-from hfpatch.report import Sheet, say
+from hfpatch.report import Sheet, Shown, say
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hfpatch.patching.verifying.verify import Proof
 
 
-@dataclass(frozen=True)
-class Applied:
+@dataclass(frozen=True, repr=False)
+class Applied(Shown):
     """What an apply did. Printing it shows a table; as a context manager it reverts at the end.
 
     Attributes:
@@ -94,17 +94,15 @@ class Applied:
 
         return prove(self, batch, runs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: id, plan (`Plan.to_dict`), status (`Status.to_dict`, by a look at the model)."""
+        return {"id": self.id, "plan": self.plan.to_dict(), "status": self.status().to_dict()}
+
     def sheet(self) -> Sheet:
         """As a table."""
         status = self.status()
         state = "Applied to" if status.edits or not self.edits else "Reverted on"
         return sheet(f"{state} {self.plan.model}", self.plan, lapsed=status.lapsed_lines() if status.edits else ())
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
     def __enter__(self) -> Applied:
         return self

@@ -9,7 +9,7 @@ from typing import Any
 from hfpatch.patching.edits import Edit
 from hfpatch.patching.language import Decided, Effect
 from hfpatch.patching.records import show
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
 
@@ -96,8 +96,8 @@ class Decision:
         }
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """What a set of patches would do to a model. Printing it shows a table."""
 
     model: str
@@ -127,12 +127,6 @@ class Plan:
             "decisions": [d.to_dict() for d in self.decisions],
             "unknown": list(self.unknown),
         }
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 def sheet(title: str, plan: Plan, lapsed: Sequence[str] = ()) -> Sheet:

@@ -20,12 +20,13 @@ from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
 from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
-from hfpatch.report.sheet import Sheet, rank, say
+from hfpatch.report.sheet import Sheet, Shown, rank, say
 from hfpatch.tracing import views
 from hfpatch.tracing.analytic import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.gradients import LargestGradients
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks, transformed
 from hfpatch.tracing.watch import Watch
@@ -38,7 +39,7 @@ Chosen = Collection[int] | Callable[[int], bool] | None
 Level = Literal["blocks", "modules"]
 
 
-class Trace:
+class Trace(Shown):
     """A context in which the calls of a model are watched; see `hfpatch.trace`.
 
     Attributes:
@@ -195,15 +196,24 @@ class Trace:
 
     # what it says
 
+    def _asked(self) -> None:
+        """The step is over, unless the model is running: a debugger that shows the trace ends no step."""
+        if self._watch is None or not self._watch.running:
+            self._conclude()
+
     @property
     def first_bad(self) -> Finding | None:
         """The first thing that goes wrong in what was traced so far; None if nothing does."""
-        self._conclude()
+        self._asked()
         return self.findings[0] if self.findings else None
 
     def report(self) -> Sheet:
         """A row a block, the findings in words, and what to try; prints itself in a terminal and in a notebook."""
-        self._conclude()
+        return self.sheet()
+
+    def sheet(self) -> Sheet:
+        """See `report`."""
+        self._asked()
         return views.sheet(self._title(), self.steps, self.places, self.findings, self.meant, self._answers())
 
     def headroom(self, dtype: str | torch.dtype = "float16", *, loss_scale: float = 1.0) -> Headroom:
@@ -217,26 +227,26 @@ class Trace:
             InputError: Another dtype.
         """
         want("headroom", loss_scale=(loss_scale, NUMBER))
-        self._conclude()
+        self._asked()
         return headroom(self.steps, dtype, loss_scale)
 
-    def largest_gradients(self, count: int = 10) -> list[tuple[str, float]]:
+    def largest_gradients(self, count: int = 10) -> LargestGradients:
         """Names of the parameters whose gradients reached the largest magnitude in the traced steps, with it.
 
         A gradient with a NaN or an infinity comes first, as infinity.
         """
         want("largest_gradients", count=(count, WHOLE))
-        self._conclude()
+        self._asked()
         found: dict[str, float] = {}
         for step in self.steps:
             for event in step.of("gradients"):
                 name = f"{event.module}.{event.name}" if event.module else event.name
                 found[name] = max(found.get(name, 0.0), math.inf if event.bad else event.stats.largest)
-        return sorted(found.items(), key=lambda pair: -pair[1])[:count]
+        return LargestGradients(sorted(found.items(), key=lambda pair: -pair[1])[:count])
 
     def to_dict(self) -> dict[str, Any]:
         """Findings, and the statistics of every tensor of every traced step; plain values under stable keys."""
-        self._conclude()
+        self._asked()
         return views.to_dict(self.steps, self.findings, self.meant)
 
     def to_json(self, path: str | Path) -> None:
@@ -245,19 +255,13 @@ class Trace:
 
     def to_html(self, path: str | Path) -> None:
         """Write a page of its own: blocks by steps, coloured by how near each is to its dtype's limit."""
-        self._conclude()
+        self._asked()
         write_atomically(Path(path), self._heatmap().to_html())
 
     def plot(self, path: str | Path) -> None:
         """Write the same as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
-        self._conclude()
+        self._asked()
         self._heatmap().to_png(Path(path))
-
-    def __str__(self) -> str:
-        return self.report().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.report().to_html()
 
     def _title(self) -> str:
         count = len(self.steps)

@@ -64,6 +64,11 @@ class Watch:
         self._gradients = False
         self._lock = threading.Lock()
 
+    @property
+    def running(self) -> bool:
+        """True if the forward pass is under way."""
+        return self._running
+
     def close(self) -> None:
         """Stop looking. Hooks on tensors go with their graph; they do nothing any more."""
         self.backward = False

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Change:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
-@dataclass(frozen=True)
-class Proof:
+@dataclass(frozen=True, repr=False)
+class Proof(Shown):
     """A model on a batch, run in several ways, against float32 with the same weights.
 
     Attributes:
@@ -106,12 +106,6 @@ class Proof:
         columns = ("run", "loss", "KL to float32", "top-1", *(("step", "memory of a step") if timed else ()))
         rows = tuple((*_cells(r), *(_cost(r) if timed else ())) for r in found)
         return Sheet("Verified on this batch", columns, rows, (*map(str, self.changes), *self.notes))
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 def number(value: float | None) -> str:
