@@ -14,7 +14,7 @@ class Hazard:
     """One thing that goes wrong.
 
     Attributes:
-        id: Short name, for scripts.
+        id: Its code, for scripts: a key of `hfpatch.codes.HAZARDS`.
         certain: It will; else it may.
         reason: Why, with what was found and where.
         change: What to change.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfpatch.deprecated import renamed
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import plain
@@ -22,7 +23,8 @@ LARGEST = 5
 """Parameters that a report names."""
 
 
-def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor:  # noqa: A002 - read as they are written
+@renamed("validate_loss", "the old names are those of Python's own functions", min="low", max="high")
+def validate_loss(loss: Tensor, low: float = -1e6, high: float = 1e6) -> Tensor:
     """Raise unless a loss is a finite number in a range; never replaces or changes it.
 
         validate_loss(model(**batch).loss).backward()
@@ -32,18 +34,18 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
 
     Args:
         loss: One number, 0-dim or of one element.
-        min: Smallest value that is right.
-        max: Largest value that is right.
+        low: Smallest value that is right.
+        high: Largest value that is right.
 
     Returns:
         The loss itself.
 
     Raises:
-        InputError: It is NaN, infinite or out of range, or not one number; or `min` is not below `max`.
+        InputError: It is NaN, infinite or out of range, or not one number; or `low` is not below `high`.
     """
-    want("validate_loss", loss=(loss, TENSOR), min=(min, REAL), max=(max, REAL))
-    if not min < max:
-        raise InputError(f"validate_loss: want min below max, got min={min:g} and max={max:g}")
+    want("validate_loss", loss=(loss, TENSOR), low=(low, REAL), high=(high, REAL))
+    if not low < high:
+        raise InputError(f"validate_loss: want low below high, got low={low:g} and high={high:g}")
     if loss.numel() != 1 or loss.is_complex():
         raise InputError(
             f"validate_loss: want a loss of one real number, got {loss.dtype} of shape {tuple(loss.shape)}; reduce it "
@@ -60,9 +62,9 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
             f"validate_loss: the loss is {value:+}; hfpatch.trace(model) around this batch names the operation that "
             "overflowed, and hfpatch.Guard skips such batches"
         )
-    if not min <= value <= max:
+    if not low <= value <= high:
         raise InputError(
-            f"validate_loss: the loss is {value:.6g}, outside {min:g} to {max:g}; look at the batch and the learning "
+            f"validate_loss: the loss is {value:.6g}, outside {low:g} to {high:g}; look at the batch and the learning "
             "rate, or widen the range if such losses are normal here"
         )
     return loss

@@ -31,6 +31,11 @@ class Reason(StrEnum):
     PARAMETERS = "non-finite parameters"
     """A weight was found not finite: the run is stopped."""
 
+    @property
+    def code(self) -> str:
+        """Return the word for scripts, a key of `hfpatch.codes.SKIPS`."""
+        return self.name.lower().replace("_", "-")
+
 
 ADVICE = {
     Reason.NO_LABELS: "every label is -100: look at the collator, the chat template and the truncation",
@@ -76,6 +81,11 @@ class Facts:
     blame: tuple[str, ...] = ()
     learned: float | None = None
 
+    @property
+    def code(self) -> str | None:
+        """Return the code of the reason, a key of `hfpatch.codes.SKIPS`; None if the step was not skipped."""
+        return None if self.reason is None else self.reason.code
+
     def __str__(self) -> str:
         return "; ".join([self.line, *self.blame])
 
@@ -95,14 +105,15 @@ class Facts:
         return f"step {self.step}: {head}: {figures}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; tuples become lists there."""
-        return asdict(self)
+        """As JSON can hold it; tuples become lists there. `code` stands beside the reason of a skip."""
+        return {**asdict(self), "code": self.code}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Facts:
         """What `to_dict` gave, through JSON or not."""
         reason: Any = saved["reason"]
         values: dict[str, Any] = dict(saved)
+        values.pop("code", None)
         values.update(reason=None if reason is None else Reason(reason), blame=tuple(saved["blame"]))
         return cls(**values)
 
@@ -145,6 +156,11 @@ class Outcome(Shown):
     def reason(self) -> Reason | None:
         """Why it was skipped; None if it was not."""
         return self.facts.reason
+
+    @property
+    def code(self) -> str | None:
+        """Return the code of the reason, a key of `hfpatch.codes.SKIPS`; None if it was not skipped."""
+        return self.facts.code
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures (`Facts.to_dict`); what is not finite is null."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch.errors import ApplyError, RefusedError
+from hfpatch.errors import ApplyError, RefusedError, StalePlanError
 from hfpatch.given import FLAG, want
 from hfpatch.model.survey import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.arguments import Names, names
 from hfpatch.patching.decision import Decision, Plan, sheet
+from hfpatch.patching.difference import difference
 from hfpatch.patching.edits import Edit, do, kind_of, undo
 from hfpatch.patching.plan import plan
 from hfpatch.patching.records import Record, logged, show
@@ -160,6 +161,27 @@ def apply(
         )
         check_asked(made, only)
         applied = carry_out(root_module(model), made)
+    if verbose:
+        say(announcement(applied.plan))
+    return applied
+
+
+def apply_plan(made: Plan, *, verbose: bool) -> Applied:
+    """See `Plan.apply`."""
+    want("plan.apply", verbose=(verbose, FLAG))
+    model = None if made.origin is None else made.origin.model()
+    if made.origin is None or model is None:
+        why = "is a copy, which knows no model" if made.origin is None else f"is of a {made.model} that is gone"
+        raise StalePlanError(f"plan.apply: this plan {why}; make the plan anew: hfpatch.plan(model)")
+    with one_at_a_time():
+        now = plan(model, **made.origin.asking)
+        if (told := difference(made, now)) is not None:
+            raise StalePlanError(
+                f"plan.apply: the {made.model} is not as it was when this was planned: {told}; nothing was changed; "
+                "make the plan anew: hfpatch.plan(model)"
+            )
+        check_asked(now, made.origin.asking["only"])
+        applied = carry_out(model, now)
     if verbose:
         say(announcement(applied.plan))
     return applied
