@@ -13,10 +13,11 @@ from safetensors.torch import load
 
 from hfpatch.blackbox import folder
 from hfpatch.blackbox.kept import Kept, Random
-from hfpatch.blackbox.packing import DTYPES, unpack
+from hfpatch.blackbox.packing import DTYPES, plain, unpack
 from hfpatch.blackbox.rerun import Rerun, inner, rerun
 from hfpatch.errors import InputError
 from hfpatch.model.survey import root_module
+from hfpatch.report import Sheet, Shown
 
 LARGEST = 64 * 2**20
 """Bytes of a bundle.json that are read; ours have some ten thousand."""
@@ -26,8 +27,8 @@ IDENTITY = ("phase", "module", "operation", "symptom")
 """What makes two findings the same."""
 
 
-@dataclass(frozen=True)
-class Bundle:
+@dataclass(frozen=True, repr=False)
+class Bundle(Shown):
     """What a black box wrote down.
 
     Attributes:
@@ -69,6 +70,22 @@ class Bundle:
     def finding(self) -> dict[str, Any] | None:
         """What the tracer found at the spot (`Finding.to_dict`); None if nothing."""
         return self.about["replay"]["finding"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: path, and what `bundle.json` holds."""
+        return {"path": str(self.path), **plain(self.about)}
+
+    def sheet(self) -> Sheet:
+        """Return what happened, what was found, and in which model."""
+        of, batch = self.model, self.about["batch"]
+        rows = (
+            ("event", self.event),
+            ("replayed at the spot", self.says),
+            ("model", ", ".join(str(of[key]) for key in ("class", "name", "dtype", "device") if of[key])),
+            ("patches", ", ".join(self.patches) or "none"),
+            ("batch", f"{len(self.tensors)} tensors, {batch['bytes']:,} bytes" if self.tensors else batch["left_out"]),
+        )
+        return Sheet(f"{self.path.name}: step {self.step}", ("", " "), rows, wide=(" ",))
 
     def reproduced(self, found: Rerun) -> bool:
         """Whether a replay came to the finding of this bundle: phase, module, operation and symptom."""

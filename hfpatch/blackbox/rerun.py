@@ -17,6 +17,8 @@ from hfpatch.blackbox.kept import Kept, as_it_was
 from hfpatch.compat import hooks
 from hfpatch.guarding.gradient_norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
+from hfpatch.inspecting.facts import dtype_name
+from hfpatch.report import Sheet, Shown, finite
 from hfpatch.tracing.calls import autocast_now
 from hfpatch.tracing.drill import FAILURES, first_line, leaves
 from hfpatch.tracing.finding import Finding
@@ -33,8 +35,8 @@ class MicroBatch:
     loss: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Rerun:
+@dataclass(frozen=True, repr=False)
+class Rerun(Shown):
     """What a call did when it was made again.
 
     Attributes:
@@ -58,6 +60,24 @@ class Rerun:
         """Whether something went wrong in it."""
         figures = [f for f in (self.loss, self.norm) if f is not None]
         return self.finding is not None or not all(math.isfinite(f) for f in figures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: bad, finding, loss, factor, norm (null where not finite), autocast, obstacle."""
+        return {
+            "bad": self.bad,
+            "finding": self.finding.to_dict() if self.finding is not None else None,
+            "loss": finite(self.loss),
+            "factor": finite(self.factor),
+            "norm": finite(self.norm),
+            "autocast": {device: dtype_name(dtype) for device, dtype in (self.autocast or {}).items()},
+            "obstacle": self.obstacle,
+        }
+
+    def sheet(self) -> Sheet:
+        """Return what was found, and the figures."""
+        title = self.finding.sentence if self.finding is not None else self.obstacle or "no operation goes wrong"
+        figures = (("loss", self.loss), ("gradient norm, not unscaled", self.norm))
+        return Sheet(title, ("", " "), tuple((name, f"{value:.4g}") for name, value in figures if value is not None))
 
     def says(self, step: int, scale: float) -> str:
         """What came of it, in a sentence.

@@ -75,12 +75,14 @@ class Proof(Shown):
         rows: The others.
         notes: What was counted, what stayed as it was, what could not be run.
         changes: Patches that change what the model computes; they are in place in every row.
+        model: Name of its class, or of its checkpoint.
     """
 
     reference: Figures
     rows: tuple[Figures, ...]
     notes: tuple[str, ...]
     changes: tuple[Change, ...] = ()
+    model: str = ""
 
     def __getitem__(self, name: str) -> Figures:
         """A row by name: `before`, `after`, `bfloat16 weights`, ..."""
@@ -90,9 +92,10 @@ class Proof(Shown):
         raise KeyError(f"no row {name!r}; there are: {', '.join(r.name for r in self.rows)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `changes` only where there are some."""
+        """As JSON: model, reference, rows, notes; `changes` only where there are some."""
         changes = {"changes": [c.to_dict() for c in self.changes]} if self.changes else {}
         return {
+            "model": self.model,
             "reference": self.reference.to_dict(),
             "rows": [r.to_dict() for r in self.rows],
             "notes": list(self.notes),
