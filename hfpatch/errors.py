@@ -9,6 +9,7 @@
     ├── PatchFileError          a patch file cannot be loaded (file and line)
     ├── RefusedError            a patch that was asked for by name does not fit this model
     ├── ConflictError           two patches set different values in the same place
+    ├── StalePlanError          the model has changed since the plan was made
     ├── ApplyError              an edit failed; the edits before it were undone
     ├── RevertError             an edit cannot be undone
     └── GuardStop               training cannot continue; carries the history
@@ -18,27 +19,39 @@ Each message says what was asked, what was found and where, and what to do next.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class HfpatchError(Exception):
-    """Base class of the exceptions that hfpatch raises."""
+    """Base class of the exceptions that hfpatch raises. `code` names the kind, for scripts: a key of
+    `hfpatch.codes.ERRORS`.
+    """
+
+    code: ClassVar[str] = "error"
 
 
 class InputError(HfpatchError, ValueError):
     """An argument cannot be used; nothing was changed."""
 
+    code = "bad-input"
+
 
 class NotAModelError(InputError, TypeError):
     """The object passed holds no torch module."""
+
+    code = "not-a-model"
 
 
 class ModelNotFoundError(InputError):
     """No model with that name, directory or config file."""
 
+    code = "no-such-model"
+
 
 class UnknownPatchError(InputError, KeyError):
     """No patch with that name."""
+
+    code = "unknown-patch"
 
     __str__ = Exception.__str__  # KeyError would print the repr of the sentence
 
@@ -46,25 +59,43 @@ class UnknownPatchError(InputError, KeyError):
 class NoEmbeddingError(InputError, LookupError):
     """No token embedding, or several and none was named."""
 
+    code = "no-embedding"
+
 
 class PatchFileError(HfpatchError):
     """A patch file cannot be loaded; the message names file and line."""
+
+    code = "broken-patch-file"
 
 
 class RefusedError(HfpatchError):
     """A patch that was asked for by name does not fit this model."""
 
+    code = "refused"
+
 
 class ConflictError(HfpatchError):
     """Two patches set different values in the same place."""
+
+    code = "conflict"
+
+
+class StalePlanError(HfpatchError):
+    """The model is not as it was when the plan was made; nothing was changed."""
+
+    code = "stale-plan"
 
 
 class ApplyError(HfpatchError):
     """An edit failed; the edits before it were undone."""
 
+    code = "not-applied"
+
 
 class RevertError(HfpatchError):
     """An edit cannot be undone."""
+
+    code = "not-reverted"
 
 
 class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
@@ -74,6 +105,8 @@ class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
         history: The last skipped steps, oldest first (`hfpatch.guarding.outcome.Facts`). Ordinary overflows of the
             loss scale and steps with zero loss and zero gradients are not in it.
     """
+
+    code = "guard-stop"
 
     def __init__(self, message: str, history: tuple[Any, ...] = ()) -> None:
         super().__init__(message, history)

@@ -86,7 +86,7 @@ def test_a_bad_batch_changes_nothing(kind: str, fused: bool, scaled: bool) -> No
     optimizer = adamw(model, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
-    guard = Guard(model, optimizer, scheduler, scaler, on_device=fused, verbose=False)
+    guard = Guard(model, optimizer, scheduler, scaler=scaler, on_device=fused, verbose=False)
     good = batches(3)
     assert guard.step(loss_of(model, good[0])).stepped
     guard.settle()
@@ -325,7 +325,7 @@ def test_stop_and_resume_is_bit_identical(on_device: bool) -> None:
         optimizer = adamw(model, fused=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
-        guard = Guard(model, optimizer, scheduler, scaler, spike_at=8.0, on_device=on_device, verbose=False)
+        guard = Guard(model, optimizer, scheduler, scaler=scaler, spike_at=8.0, on_device=on_device, verbose=False)
         return model, optimizer, scheduler, scaler, guard
 
     def run(parts: tuple[Any, ...], start: int, stop: int) -> list[str]:

@@ -32,8 +32,8 @@ def net() -> nn.Sequential:
 def test_a_good_loss_comes_back_itself(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     loss = torch.full(shape, 2.5, dtype=dtype, requires_grad=True)
     assert validate_loss(loss) is loss
-    validate_loss(loss, min=2.5, max=3)
-    validate_loss(loss, min=0, max=2.5)
+    validate_loss(loss, low=2.5, high=3)
+    validate_loss(loss, low=0, high=2.5)
     assert loss.grad is None
 
 
@@ -55,16 +55,16 @@ def test_a_bad_loss_is_said(value: float, said: str) -> None:
 
 def test_no_range_makes_nan_good() -> None:
     with pytest.raises(InputError, match="NaN"):
-        validate_loss(torch.tensor(math.nan), min=-math.inf, max=math.inf)
+        validate_loss(torch.tensor(math.nan), low=-math.inf, high=math.inf)
     with pytest.raises(InputError, match="inf"):
-        validate_loss(torch.tensor(math.inf), min=-math.inf, max=math.inf)
+        validate_loss(torch.tensor(math.inf), low=-math.inf, high=math.inf)
     with pytest.raises(InputError, match="outside 0 to 1"):
         validate_loss(torch.tensor(1.5), 0, 1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (0.0, math.nan)])
 def test_no_range(low: float, high: float) -> None:
-    with pytest.raises(InputError, match="want min below max"):
+    with pytest.raises(InputError, match="want low below high"):
         validate_loss(torch.tensor(1.0), low, high)
 
 

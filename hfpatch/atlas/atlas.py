@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from hfpatch.atlas.tables import sheets
+from hfpatch.report import Sheet, Shown
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -38,8 +39,8 @@ class Row:
         return {"mappings": list(self.mappings), **(self.facts or {"reason": self.reason})}
 
 
-@dataclass(frozen=True)
-class Atlas:
+@dataclass(frozen=True, repr=False)
+class Atlas(Shown):
     """Every architecture, by name, and the versions that it was read from."""
 
     versions: dict[str, str | None]
@@ -49,8 +50,13 @@ class Atlas:
         """As JSON: versions {package: version, null where missing}, architectures {name: see `Row.to_dict`}."""
         return {"versions": self.versions, "architectures": {r.architecture: r.to_dict() for r in self.rows}}
 
-    def __str__(self) -> str:
-        return "\n\n".join(s.to_text() for s in sheets(self.to_dict()))
+    def sheets(self) -> tuple[Sheet, ...]:
+        """Return the tables: how many there are of each kind; one row for each that builds; those that do not."""
+        return sheets(self.to_dict())
+
+    def sheet(self) -> Sheet:
+        """Return the first table: how many there are of each kind."""
+        return self.sheets()[0]
 
 
 def architectures() -> dict[str, tuple[str, ...]]:

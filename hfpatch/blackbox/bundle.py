@@ -13,11 +13,12 @@ from safetensors.torch import load
 
 from hfpatch.blackbox import folder
 from hfpatch.blackbox.kept import Kept, Random
-from hfpatch.blackbox.packing import DTYPES, unpack
+from hfpatch.blackbox.packing import DTYPES, plain, unpack
 from hfpatch.blackbox.rerun import RUN_AGAIN, Rerun, rerun
 from hfpatch.errors import InputError
 from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import unwrap
+from hfpatch.report import Sheet, Shown
 
 LARGEST = 64 * 2**20
 """Largest bundle.json that is read, in bytes; a usual one has some ten thousand."""
@@ -27,8 +28,8 @@ IDENTITY = ("phase", "module", "operation", "symptom")
 """Keys in which two findings agree if they are the same."""
 
 
-@dataclass(frozen=True)
-class Bundle:
+@dataclass(frozen=True, repr=False)
+class Bundle(Shown):
     """A bundle that a black box wrote.
 
     Attributes:
@@ -70,6 +71,22 @@ class Bundle:
     def finding(self) -> dict[str, Any] | None:
         """The finding at training time (`Finding.to_dict`); None if there was none."""
         return self.about["replay"]["finding"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: path, and what `bundle.json` holds."""
+        return {"path": str(self.path), **plain(self.about)}
+
+    def sheet(self) -> Sheet:
+        """Return what happened, what was found, and in which model."""
+        of, batch = self.model, self.about["batch"]
+        rows = (
+            ("event", self.event),
+            ("replayed at the spot", self.says),
+            ("model", ", ".join(str(of[key]) for key in ("class", "name", "dtype", "device") if of[key])),
+            ("patches", ", ".join(self.patches) or "none"),
+            ("batch", f"{len(self.tensors)} tensors, {batch['bytes']:,} bytes" if self.tensors else batch["left_out"]),
+        )
+        return Sheet(f"{self.path.name}: step {self.step}", ("", " "), rows, wide=(" ",))
 
     def reproduced(self, found: Rerun) -> bool:
         """True if a replay has the finding of this bundle: the same phase, module, operation and symptom."""

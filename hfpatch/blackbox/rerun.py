@@ -15,9 +15,11 @@ from hfpatch.advice import trace
 from hfpatch.blackbox.kept import Kept, as_it_was
 from hfpatch.compat import hooks
 from hfpatch.compat.operators import COLLECTIVES, DispatchMode
+from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.gradient_norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
 from hfpatch.model.wrapping import PARALLEL
+from hfpatch.report import Sheet, Shown, finite
 from hfpatch.tracing.calls import autocast_now
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.rerun_block import FAILURES, first_line, leaves
@@ -35,8 +37,8 @@ class MicroBatch:
     loss: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Rerun:
+@dataclass(frozen=True, repr=False)
+class Rerun(Shown):
     """The result of running a call again.
 
     Attributes:
@@ -60,6 +62,24 @@ class Rerun:
         """True if there is a finding, or loss or norm are not finite."""
         figures = [f for f in (self.loss, self.norm) if f is not None]
         return self.finding is not None or not all(math.isfinite(f) for f in figures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: bad, finding, loss, factor, norm (null where not finite), autocast, obstacle."""
+        return {
+            "bad": self.bad,
+            "finding": self.finding.to_dict() if self.finding is not None else None,
+            "loss": finite(self.loss),
+            "factor": finite(self.factor),
+            "norm": finite(self.norm),
+            "autocast": {device: dtype_name(dtype) for device, dtype in (self.autocast or {}).items()},
+            "obstacle": self.obstacle,
+        }
+
+    def sheet(self) -> Sheet:
+        """Return what was found, and the figures."""
+        title = self.finding.sentence if self.finding is not None else self.obstacle or "no operation goes wrong"
+        figures = (("loss", self.loss), ("gradient norm, not unscaled", self.norm))
+        return Sheet(title, ("", " "), tuple((name, f"{value:.4g}") for name, value in figures if value is not None))
 
     def says(self, step: int, scale: float) -> str:
         """Return the result in a sentence.

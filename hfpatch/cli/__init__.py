@@ -6,6 +6,7 @@ Exit codes: 0 success; 1 a fault was found, or a verification failed; 2 bad inpu
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -20,6 +21,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from hfpatch import __version__
+
+        print(f"hfpatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that stand before the verb."""
+
+
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("list")(listing.list_patches)

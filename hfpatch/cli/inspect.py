@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,9 +14,34 @@ from hfpatch.cli.common import (
     broken_patch_files,
     quiet_transformers,
     show,
-    show_json,
 )
 from hfpatch.errors import InputError
+from hfpatch.report import Shown
+
+if TYPE_CHECKING:
+    from hfpatch.inspecting.inspect import ModelInfo
+    from hfpatch.patching.decision import Plan
+    from hfpatch.report import Sheet
+
+
+@dataclass(frozen=True, repr=False)
+class Inspected(Shown):
+    """Facts about a model, and what would be patched in it."""
+
+    info: ModelInfo
+    plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts, and `plan`."""
+        return {**self.info.to_dict(), "plan": self.plan.to_dict()}
+
+    def sheet(self) -> Sheet:
+        """Return the first table of the facts."""
+        return self.info.sheet()
+
+    def sheets(self) -> tuple[Sheet, ...]:
+        """Return all tables of the facts, and the plan."""
+        return (*self.info.sheets(), self.plan.sheet())
 
 
 def inspect(
@@ -48,11 +74,7 @@ def inspect(
     from hfpatch.patching.plan import plan
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
-    info, made = look(built), plan(built, compute_dtype=compute_dtype)
-    if json:
-        show_json({**info.to_dict(), "plan": made.to_dict()})
-    else:
-        print(f"{info}\n\n{made}")
+    show(Inspected(look(built), plan(built, compute_dtype=compute_dtype)), json)
 
 
 def _show_all(json: bool) -> None:

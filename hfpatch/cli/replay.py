@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfpatch.cli.common import Json, TrustRemoteCode, broken_patch_files, quiet_transformers, show_json
+from hfpatch.cli.common import Json, TrustRemoteCode, broken_patch_files, quiet_transformers, show
 from hfpatch.errors import HfpatchError, InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.blackbox.bundle import Bundle
-    from hfpatch.blackbox.rerun import Rerun
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -47,18 +46,21 @@ def replay(
     JSON: `{"bundle", "model", "event", "recorded", "replayed", "reproduced", "patches", "notes", "advice"}`.
     """
     quiet_transformers()
+    from hfpatch.advice import advice
     from hfpatch.blackbox.bundle import read
+    from hfpatch.blackbox.replayed import Replayed
 
     held = read(bundle)
     loaded = _load(held, model, dtype, device, trust_remote_code)
     broken_patch_files()
     _check_architecture(held, loaded, model)
     patches = () if unpatched else _patched(held, loaded, model)
-    notes = _differences(held, loaded, patches)
+    notes = tuple(_differences(held, loaded, patches))
     found = held.replay(loaded)
     if found.obstacle is not None and found.finding is None:
         raise InputError(f"{bundle} cannot be run on {model}: {found.obstacle}")
-    _show(held, model, loaded, found, patches, notes, as_json=json)
+    tips = advice(found.finding, loaded) if found.finding is not None else ()
+    show(Replayed(held, model, found, patches, notes, tips), json)
     if found.finding is not None:
         raise typer.Exit(1)
 
@@ -163,53 +165,3 @@ def _differences(bundle: Bundle, model: nn.Module, patches: tuple[str, ...]) -> 
     if patches:
         notes.append(f"Applied as in the run: {', '.join(patches)}.")
     return notes
-
-
-def _show(
-    bundle: Bundle,
-    name: str,
-    model: nn.Module,
-    found: Rerun,
-    patches: tuple[str, ...],
-    notes: list[str],
-    *,
-    as_json: bool,
-) -> None:
-    from hfpatch.advice import advice
-    from hfpatch.blackbox.packing import plain
-    from hfpatch.report import Sheet
-
-    says = found.says(bundle.step, float(bundle.about["event"]["scale"] or 1.0))
-    tips = list(advice(found.finding, model)) if found.finding is not None else []
-    if as_json:
-        recorded = bundle.about["replay"]
-        again = found.finding.to_dict() if found.finding is not None else None
-        show_json(
-            plain(
-                {
-                    "bundle": str(bundle.path),
-                    "model": name,
-                    "event": bundle.event,
-                    "recorded": {k: recorded[k] for k in ("says", "finding", "exact", "loss", "norm")},
-                    "replayed": {"says": says, "finding": again, "loss": found.loss, "norm": found.norm},
-                    "reproduced": bundle.reproduced(found),
-                    "patches": list(patches),
-                    "notes": notes,
-                    "advice": tips,
-                }
-            )
-        )
-        return
-    rows = (("in the run", bundle.says), ("here", says))
-    title = f"{bundle.path.name} on {name}\n{bundle.event}"
-    print(Sheet(title, ("", ""), rows, (_verdict(bundle, found), *notes, *tips), wide=("",)).to_text())
-
-
-def _verdict(bundle: Bundle, found: Rerun) -> str:
-    if bundle.reproduced(found):
-        return "Reproduced: the same operation in the same module."
-    if found.finding is not None:
-        return "Not reproduced: there is a fault here, but not the recorded one."
-    if bundle.finding is not None:
-        return "Not reproduced: the recorded fault does not occur here."
-    return "Nothing to reproduce: no fault was found in the run either."

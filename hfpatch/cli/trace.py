@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,22 +18,80 @@ from hfpatch.cli.common import (
     broken_patch_files,
     quiet_transformers,
     read_text,
-    show_json,
+    show,
     torch_device,
 )
 from hfpatch.errors import InputError
-from hfpatch.report.sheet import say
+from hfpatch.report.sheet import Sheet, Shown, say
 
 if TYPE_CHECKING:
     import torch
 
     from hfpatch.tracing.checkpoint import Checkpoint
+    from hfpatch.tracing.headroom import Headroom
     from hfpatch.tracing.trace import Trace
 
 NAMED = 5
 """Number of tensors that a note names; `--json` has all."""
 
 File = Path | None
+
+
+@dataclass(frozen=True, repr=False)
+class Traced(Shown):
+    """A checkpoint that was run under a trace.
+
+    Attributes:
+        checkpoint: Which.
+        trace: Of the run.
+        run: How it was run: class, dtype, device, attention, text, tokens, backward, loss, loss_scale.
+        headroom: In another dtype, if it was asked for.
+    """
+
+    checkpoint: Checkpoint
+    trace: Trace
+    run: dict[str, Any]
+    headroom: Headroom | None
+
+    @property
+    def nonfinite(self) -> dict[str, str]:
+        """Return the parameters that are not finite, each with what it holds."""
+        broken = [e for step in self.trace.steps for e in step.of("weights") if e.bad and e.role == "parameter"]
+        return {f"{e.module}.{e.name}".lstrip("."): e.stats.holds for e in broken}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON, without the statistics of each tensor, which `Trace.to_dict` has."""
+        from hfpatch.advice import advice, answering
+
+        first, model = self.trace.first_bad, self.checkpoint.model
+        return {
+            "model": self.checkpoint.name,
+            "run": self.run,
+            "checkpoint": {
+                "missing": list(self.checkpoint.missing),
+                "unexpected": list(self.checkpoint.unexpected),
+                "nonfinite": self.nonfinite,
+            },
+            "findings": [f.to_dict() for f in self.trace.findings],
+            "intentional": self.trace.meant,
+            "advice": list(advice(first, model)) if first else [],
+            "patches": list(answering(first, model)) if first else [],
+            **({"headroom": self.headroom.to_dict()} if self.headroom else {}),
+        }
+
+    def sheet(self) -> Sheet:
+        """Return the report of the trace, and what is amiss in the checkpoint."""
+        report, checkpoint = self.trace.report(), self.checkpoint
+        notes = [
+            *_named("not in the checkpoint, so random", checkpoint.missing),
+            *_named("in the checkpoint, but not used", checkpoint.unexpected),
+            *_named("not finite in the checkpoint", [f"{name} ({holds})" for name, holds in self.nonfinite.items()]),
+        ]
+        return replace(report, title=_title(checkpoint.name, self.run), notes=(*notes, *report.notes))
+
+    def sheets(self) -> tuple[Sheet, ...]:
+        """Return the headroom, if it was asked for, and the report."""
+        return (*(self.headroom.sheets() if self.headroom else ()), self.sheet())
 
 
 def trace(
@@ -101,7 +159,8 @@ def trace(
     if raised and not traced.findings:
         how = "on this text, with its tokens as labels" if backward else "on this text"
         raise InputError(f"{model}: the model cannot be run {how}: {raised}")
-    _show(checkpoint, traced, _facts(checkpoint, batch, text, loss, scale), headroom, scale, as_json=json)
+    room = traced.headroom(headroom, loss_scale=scale or 1.0) if headroom is not None else None
+    show(Traced(checkpoint, traced, _facts(checkpoint, batch, text, loss, scale), room), json)
     for path, write in ((html, traced.to_html), (plot, traced.plot), (out, traced.to_json)):
         if path is not None:
             write(path)
@@ -183,50 +242,6 @@ def _facts(
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "loss_scale": scale,
     }
-
-
-def _show(
-    checkpoint: Checkpoint,
-    traced: Trace,
-    run: dict[str, Any],
-    headroom: str | None,
-    scale: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    room = traced.headroom(headroom, loss_scale=scale or 1.0) if headroom is not None else None
-    broken = [e for step in traced.steps for e in step.of("weights") if e.bad and e.role == "parameter"]
-    nonfinite = {f"{e.module}.{e.name}".lstrip("."): e.stats.holds for e in broken}
-    if as_json:
-        from hfpatch.advice import advice, answering
-
-        first, model = traced.first_bad, checkpoint.model
-        show_json(
-            {
-                "model": checkpoint.name,
-                "run": run,
-                "checkpoint": {
-                    "missing": list(checkpoint.missing),
-                    "unexpected": list(checkpoint.unexpected),
-                    "nonfinite": nonfinite,
-                },
-                "findings": [f.to_dict() for f in traced.findings],
-                "intentional": traced.intentional,
-                "advice": list(advice(first, model)) if first else [],
-                "patches": list(answering(first, model)) if first else [],
-                **({"headroom": room.to_dict()} if room else {}),
-            }
-        )
-        return
-    if room is not None:
-        print(f"{room}\n")
-    notes = [
-        *_named("not in the checkpoint, so random", checkpoint.missing),
-        *_named("in the checkpoint, but not used", checkpoint.unexpected),
-        *_named("not finite in the checkpoint", [f"{name} ({holds})" for name, holds in nonfinite.items()]),
-    ]
-    report = traced.report()
-    print(replace(report, title=_title(checkpoint.name, run), notes=(*notes, *report.notes)).to_text())
 
 
 def _title(name: str, run: dict[str, Any]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,13 +15,10 @@ from hfpatch.cli.common import (
     broken_patch_files,
     quiet_transformers,
     read_text,
-    show_json,
+    show,
     torch_device,
 )
 from hfpatch.errors import InputError, UnknownPatchError
-
-if TYPE_CHECKING:
-    from hfpatch.patching.verifying.verify import CaseResult
 
 
 def verify(
@@ -98,37 +95,13 @@ def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
     quiet_transformers()
     import torch
 
-    from hfpatch.patching.verifying.verify import prove_patch
+    from hfpatch.patching.verifying.verify import CaseResults, prove_patch
 
     torch.set_num_threads(1)  # the cases are tiny: more threads would be slower
-    results: list[CaseResult] = []
-    for patch_id in ids:
-        results.extend(prove_patch(registry.get(patch_id)))
-    skipped = sum(r.skipped for r in results)
-    passed = all(r.passed or r.skipped for r in results)
-    if json:
-        show_json({"passed": passed, "skipped": skipped, "cases": [asdict(r) for r in results]})
-    else:
-        print(_sheet(results, skipped))
-    if not passed or failed:
+    results = CaseResults(result for patch_id in ids for result in prove_patch(registry.get(patch_id)))
+    show(results, json)
+    if not results.passed or failed:
         raise typer.Exit(2 if failed else 1)
-
-
-def _sheet(results: list[CaseResult], skipped: int) -> str:
-    from hfpatch.report import Sheet
-
-    def word(result: CaseResult) -> str:
-        return "skipped" if result.skipped else "passed" if result.passed else "failed"
-
-    rows = tuple((r.patch, r.kind, word(r), f"{r.case}\n{r.text}") for r in results)
-    tried = len(results) - skipped
-    title = f"{sum(r.passed for r in results)} of {tried} cases passed"
-    return Sheet(
-        f"{title}; {skipped} skipped, no GPU" if skipped else title,
-        ("patch", "kind", "", "case, and what was seen"),
-        rows,
-        wide=("case, and what was seen",),
-    ).to_text()
 
 
 def _verify_model(
@@ -158,9 +131,6 @@ def _verify_model(
         )
     batch = checkpoint.batch(words, tokens, loss=True)
     proof = verify_model(checkpoint.model, batch, runs=runs)
-    if json:
-        show_json({"model": name, **proof.to_dict()})
-    else:
-        print(proof)
+    show(replace(proof, model=name), json)
     if any(r.name == "as it is" and not r.finite for r in proof.rows):
         raise typer.Exit(1)

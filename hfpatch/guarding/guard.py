@@ -10,6 +10,7 @@ from torch import nn
 
 from hfpatch.compat.accelerate import says_skipped
 from hfpatch.compat.optimizers import skips_itself
+from hfpatch.deprecated import keywords
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
 from hfpatch.guarding.checks import check, parameters_by_id, trained_parameters
@@ -81,17 +82,18 @@ class Guard:
         InputError: See `hfpatch.guarding.checks.check`; a scheduler that needs a metric; contradicting arguments.
     """
 
+    @keywords("Guard", "by position a scaler and an accelerator, or two norms, are easily exchanged")
     def __init__(
         self,
         model: nn.Module,
         optimizer: Any,
         scheduler: Any = None,
+        *,
         scaler: torch.amp.GradScaler | None = None,
         accelerator: Any = None,
         max_grad_norm: float | None = 1.0,
         explode_at: float | None = 100.0,
         accumulation_steps: int = 1,
-        *,
         spike_at: float | None = 50.0,
         divide_loss: bool = True,
         max_skips: int = 10,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Hazard:
     """One hazard.
 
     Attributes:
-        id: Short name, for scripts.
+        id: Its code, for scripts: a key of `hfpatch.codes.HAZARDS`.
         certain: True if it is certain to happen; False if it may.
         reason: The cause, with what was found and where.
         change: What to change.
@@ -34,8 +34,8 @@ class Hazard:
         return f"{self.id} ({self.likelihood}): {self.reason}. {self.change}"
 
 
-@dataclass(frozen=True)
-class Hazards:
+@dataclass(frozen=True, repr=False)
+class Hazards(Shown):
     """The result of `check`: true if there is a hazard; prints itself as a table.
 
     Attributes:
@@ -73,9 +73,3 @@ class Hazards:
         title = f"{self.model}: {count} hazard{'' if count == 1 else 's'}"
         wide = "why, and what to change"
         return Sheet(title, ("hazard", wide), rows, tuple(f"- {r}." for r in self.remarks), wide=(wide,))
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()

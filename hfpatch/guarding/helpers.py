@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfpatch.deprecated import renamed
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import clean_name
 from hfpatch.guarding.gradient_norms import local_part, tensor_norms
 from hfpatch.model.walk import root_module
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown, finite
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,7 +23,8 @@ LARGEST = 5
 """Parameters that a report names."""
 
 
-def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor:  # noqa: A002 - the names that callers expect
+@renamed("validate_loss", "the old names are those of Python's own functions", min="low", max="high")
+def validate_loss(loss: Tensor, low: float = -1e6, high: float = 1e6) -> Tensor:
     """Raise unless a loss is a finite number in a range; return it unchanged.
 
         validate_loss(model(**batch).loss).backward()
@@ -32,18 +34,18 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
 
     Args:
         loss: One number, 0-dim or with one element.
-        min: Smallest allowed value.
-        max: Largest allowed value.
+        low: Smallest allowed value.
+        high: Largest allowed value.
 
     Returns:
         The loss itself.
 
     Raises:
-        InputError: It is NaN, infinite or out of range, or not one number; or `min` is not below `max`.
+        InputError: It is NaN, infinite or out of range, or not one number; or `low` is not below `high`.
     """
-    want("validate_loss", loss=(loss, TENSOR), min=(min, REAL), max=(max, REAL))
-    if not min < max:
-        raise InputError(f"validate_loss: want min below max, got min={min:g} and max={max:g}")
+    want("validate_loss", loss=(loss, TENSOR), low=(low, REAL), high=(high, REAL))
+    if not low < high:
+        raise InputError(f"validate_loss: want low below high, got low={low:g} and high={high:g}")
     if loss.numel() != 1 or loss.is_complex():
         raise InputError(
             f"validate_loss: want a loss of one real number, got {loss.dtype} of shape {tuple(loss.shape)}; reduce it "
@@ -60,16 +62,16 @@ def validate_loss(loss: Tensor, min: float = -1e6, max: float = 1e6) -> Tensor: 
             f"validate_loss: the loss is {value:+}; hfpatch.trace(model) around this batch names the operation that "
             "overflowed, and hfpatch.Guard skips such batches"
         )
-    if not min <= value <= max:
+    if not low <= value <= high:
         raise InputError(
-            f"validate_loss: the loss is {value:.6g}, outside {min:g} to {max:g}; check the batch and the learning "
+            f"validate_loss: the loss is {value:.6g}, outside {low:g} to {high:g}; check the batch and the learning "
             "rate, or widen the range if such losses are normal here"
         )
     return loss
 
 
-@dataclass(frozen=True)
-class GradientReport:
+@dataclass(frozen=True, repr=False)
+class GradientReport(Shown):
     """Figures of a model's gradients; prints itself as a table.
 
     Attributes:
@@ -88,15 +90,21 @@ class GradientReport:
     missing: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: norm, largest, nonfinite, parameters, missing."""
-        return {**vars(self), "largest": [list(pair) for pair in self.largest], "missing": list(self.missing)}
+        """Return plain values for JSON: norm, largest, nonfinite, parameters, missing; a non-finite norm is null."""
+        return {
+            **vars(self),
+            "norm": finite(self.norm),
+            "largest": [[name, finite(norm)] for name, norm in self.largest],
+            "missing": list(self.missing),
+        }
 
-    def __str__(self) -> str:
+    def sheet(self) -> Sheet:
+        """Return it as a table."""
         title = f"norm {self.norm:.4g} over {self.parameters} gradients, {self.nonfinite:.2%} of the values not finite"
         rows = tuple((name, f"{norm:.4g}") for name, norm in self.largest)
         few = ", ".join(self.missing[:LARGEST]) + (", ..." if len(self.missing) > LARGEST else "")
         notes = (f"{len(self.missing)} trained parameters have no gradient: {few}",) if self.missing else ()
-        return Sheet(title, ("largest gradients", "norm"), rows, notes, wide=("largest gradients",)).to_text()
+        return Sheet(title, ("largest gradients", "norm"), rows, notes, wide=("largest gradients",))
 
 
 def gradient_report(model: nn.Module, loss_scale: float = 1.0) -> GradientReport:

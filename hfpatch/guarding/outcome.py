@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from hfpatch.report import Sheet, Shown, finite
+
 
 class Reason(StrEnum):
     """Why a step was skipped."""
@@ -28,6 +30,11 @@ class Reason(StrEnum):
     """Gradients still overflow at a scale below `min_scale`, so the scale is not the cause."""
     PARAMETERS = "non-finite parameters"
     """A weight is not finite; the run is stopped."""
+
+    @property
+    def code(self) -> str:
+        """Return the word for scripts, a key of `hfpatch.codes.SKIPS`."""
+        return self.name.lower().replace("_", "-")
 
 
 ADVICE = {
@@ -75,7 +82,17 @@ class Facts:
     blame: tuple[str, ...] = ()
     learned: float | None = None
 
+    @property
+    def code(self) -> str | None:
+        """Return the code of the reason, a key of `hfpatch.codes.SKIPS`; None if the step was not skipped."""
+        return None if self.reason is None else self.reason.code
+
     def __str__(self) -> str:
+        return "; ".join([self.line, *self.blame])
+
+    @property
+    def line(self) -> str:
+        """Return what became of it with its figures, without the parameters that are named."""
         if self.kind == "accumulating":
             return f"step {self.step}: accumulating"
         figures = f"loss {_figure(self.loss)}, gradient norm {_figure(self.norm)}"
@@ -86,22 +103,23 @@ class Facts:
         if self.empty:
             figures += f", {self.empty} of {self.micro_batches} micro-batches empty"
         head = "stepped" if self.reason is None else f"skipped, {self.reason}"
-        return "; ".join([f"step {self.step}: {head}: {figures}", *self.blame])
+        return f"step {self.step}: {head}: {figures}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, where tuples become lists."""
-        return asdict(self)
+        """Return plain values for JSON, where tuples become lists. `code` stands beside the reason of a skip."""
+        return {**asdict(self), "code": self.code}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Facts:
         """Return the facts of a dict that `to_dict` made, also one that went through JSON."""
         reason: Any = saved["reason"]
         values: dict[str, Any] = dict(saved)
+        values.pop("code", None)
         values.update(reason=None if reason is None else Reason(reason), blame=tuple(saved["blame"]))
         return cls(**values)
 
 
-class Outcome:
+class Outcome(Shown):
     """The result of `Guard.step`. If the decision is still on a device, reading an attribute waits for it.
 
     Args:
@@ -140,11 +158,18 @@ class Outcome:
         """Why the step was skipped; None if it was not."""
         return self.facts.reason
 
-    def __str__(self) -> str:
-        return str(self.facts)
+    @property
+    def code(self) -> str | None:
+        """Return the code of the reason, a key of `hfpatch.codes.SKIPS`; None if it was not skipped."""
+        return self.facts.code
 
-    def __repr__(self) -> str:
-        return f"<Outcome {self.facts}>"
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures (`Facts.to_dict`); what is not finite is null."""
+        return {k: finite(v) if isinstance(v, float) else v for k, v in self.facts.to_dict().items()}
+
+    def sheet(self) -> Sheet:
+        """Return a line for the step, and one for each sentence that names parameters."""
+        return Sheet(self.facts.line, (), (), self.facts.blame)
 
 
 def _figure(value: float | None) -> str:

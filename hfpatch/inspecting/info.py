@@ -11,7 +11,7 @@ from hfpatch.inspecting.experts import Experts
 from hfpatch.inspecting.facts import Adapter, Attention, Embedding, Head, Wrapper
 from hfpatch.inspecting.fused import Fused
 from hfpatch.inspecting.layers import LayerKind, LayerList
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class StackInfo:
         return dict(vars(self))
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+@dataclass(frozen=True, repr=False)
+class ModelInfo(Shown):
     """Facts about a model. Prints as tables; `to_dict()` gives the same as JSON.
 
     `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it.
@@ -95,12 +95,6 @@ class ModelInfo:
     def sheet(self) -> Sheet:
         """The first table: the facts that are one line each."""
         return self.sheets()[0]
-
-    def __str__(self) -> str:
-        return "\n\n".join(s.to_text() for s in self.sheets())
-
-    def _repr_html_(self) -> str:
-        return "\n".join(s.to_html() for s in self.sheets())
 
 
 def _sheets(info: ModelInfo) -> tuple[Sheet, ...]:

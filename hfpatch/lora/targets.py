@@ -10,7 +10,7 @@ from hfpatch.given import FLAG, TEXT, optional, want
 from hfpatch.lora.matrices import Matrix, Reading, check_scope
 from hfpatch.lora.names import Namer
 from hfpatch.model.walk import starred
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class LeftOut:
     reason: str
 
 
-@dataclass(frozen=True)
-class LoraTargets:
+@dataclass(frozen=True, repr=False)
+class LoraTargets(Shown):
     """What to tell PEFT, and what it comes to. Printing it shows a table.
 
     Attributes:
@@ -125,12 +125,6 @@ class LoraTargets:
             notes.append(THROUGH)
         title = f"LoRA targets of {self.model}, scope {self.scope}: {self.coverage}"
         return Sheet(title, ("", "where", "count", "why"), tuple(rows), tuple(notes), wide=("where", "why"))
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 THROUGH = (

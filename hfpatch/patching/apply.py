@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch.errors import ApplyError, RefusedError
+from hfpatch.errors import ApplyError, RefusedError, StalePlanError
 from hfpatch.given import FLAG, want
 from hfpatch.model.walk import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.arguments import Names, names
 from hfpatch.patching.decision import Decision, Plan, sheet
+from hfpatch.patching.difference import difference
 from hfpatch.patching.edits import Edit, do, kind_of, undo
 from hfpatch.patching.plan import plan
 from hfpatch.patching.records import Record, logged, show
 from hfpatch.patching.status import Status, status_of
 from hfpatch.patching.undo import one_at_a_time, undo_all
-from hfpatch.report import Sheet, say
+from hfpatch.report import Sheet, Shown, say
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from hfpatch.patching.verifying.verify import Proof
 
 
-@dataclass(frozen=True)
-class Applied:
+@dataclass(frozen=True, repr=False)
+class Applied(Shown):
     """What an apply did. Printing it shows a table; as a context manager it reverts at the end.
 
     Attributes:
@@ -94,17 +95,15 @@ class Applied:
 
         return prove(self, batch, runs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: id, plan (`Plan.to_dict`), status (`Status.to_dict`, by a look at the model)."""
+        return {"id": self.id, "plan": self.plan.to_dict(), "status": self.status().to_dict()}
+
     def sheet(self) -> Sheet:
         """As a table."""
         status = self.status()
         state = "Applied to" if status.edits or not self.edits else "Reverted on"
         return sheet(f"{state} {self.plan.model}", self.plan, lapsed=status.lapsed_lines() if status.edits else ())
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
     def __enter__(self) -> Applied:
         return self
@@ -162,6 +161,27 @@ def apply(
         )
         check_asked(made, only)
         applied = carry_out(root_module(model), made)
+    if verbose:
+        say(announcement(applied.plan))
+    return applied
+
+
+def apply_plan(made: Plan, *, verbose: bool) -> Applied:
+    """See `Plan.apply`."""
+    want("plan.apply", verbose=(verbose, FLAG))
+    model = None if made.origin is None else made.origin.model()
+    if made.origin is None or model is None:
+        why = "is a copy, which knows no model" if made.origin is None else f"is of a {made.model} that is gone"
+        raise StalePlanError(f"plan.apply: this plan {why}; make the plan anew: hfpatch.plan(model)")
+    with one_at_a_time():
+        now = plan(model, **made.origin.asking)
+        if (told := difference(made, now)) is not None:
+            raise StalePlanError(
+                f"plan.apply: the {made.model} is not as it was when this was planned: {told}; nothing was changed; "
+                "make the plan anew: hfpatch.plan(model)"
+            )
+        check_asked(now, made.origin.asking["only"])
+        applied = carry_out(model, now)
     if verbose:
         say(announcement(applied.plan))
     return applied

@@ -10,14 +10,14 @@ from hfpatch.given import TEXT, optional, want
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, HEADINGS, Case
 from hfpatch.patching.registry import Entry
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 MANY = 8
 """Cases alike that are counted and not listed."""
 
 
-@dataclass(frozen=True)
-class Catalogue(Sequence[Entry]):
+@dataclass(frozen=True, repr=False)
+class Catalogue(Shown, Sequence[Entry]):
     """The patches, as a sequence that prints as a table."""
 
     entries: tuple[Entry, ...]
@@ -49,15 +49,9 @@ class Catalogue(Sequence[Entry]):
             wide=("what it does (architectures)",),
         )
 
-    def __str__(self) -> str:
-        return self.sheet().to_text()
 
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
-
-
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Shown):
     """All there is to know of a patch without a model."""
 
     entry: Entry
@@ -66,13 +60,8 @@ class Explanation:
         """As JSON."""
         return self.entry.to_dict()
 
-    def __str__(self) -> str:
-        return self._sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet().to_html()
-
-    def _sheet(self) -> Sheet:
+    def sheet(self) -> Sheet:
+        """Return it as a table."""
         entry, patch = self.entry, self.entry.patch
         rows: list[tuple[str, str]] = [
             ("serves", _serves(entry)),

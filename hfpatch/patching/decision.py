@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from hfpatch.codes import DECISIONS, DecisionCode
 from hfpatch.patching.edits import Edit
 from hfpatch.patching.language import Decided, Effect
 from hfpatch.patching.records import show
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hfpatch.patching.apply import Applied
 
 ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
 
@@ -33,6 +40,7 @@ class Decision:
         unasked: True if a bare apply may run the patch.
         lapsed: Of the edits it made before, those that are not in force any more, as a sentence.
         otherwise: What is applied already and would be set otherwise now, as a sentence.
+        code: Why, for scripts: a key of `hfpatch.codes.DECISIONS`.
     """
 
     patch: str
@@ -48,6 +56,11 @@ class Decision:
     unasked: bool = False
     lapsed: str = ""
     otherwise: str = ""
+    code: DecisionCode = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.code not in DECISIONS:
+            raise ValueError(f"{self.patch}: code {self.code!r}: want one of {', '.join(DECISIONS)}")
 
     @property
     def worst(self) -> bool:
@@ -86,6 +99,7 @@ class Decision:
             "patch": self.patch,
             "submodel": self.submodel,
             "decision": self.decided,
+            "code": self.code,
             "reason": self.reason,
             "effect": self.effect,
             "hint": self.hint,
@@ -97,8 +111,16 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a set of patches would do to a model. Printing it shows a table."""
+class Origin:
+    """What a plan was made from: the model, which it does not keep alive, and the arguments of `hfpatch.plan`."""
+
+    model: weakref.ref[nn.Module]
+    asking: Mapping[str, Any]
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """What a set of patches would do to a model. Printing it shows a table, `apply()` carries it out."""
 
     model: str
     decisions: tuple[Decision, ...]
@@ -106,11 +128,37 @@ class Plan:
     """What could not be known, e.g. because the weights are not loaded."""
     named: frozenset[str] = frozenset()
     """Ids of the patches that the caller named in `only=` or `include=`."""
+    origin: Origin | None = field(default=None, compare=False)
+    """What it was made from; a copy of a plan, or one that was pickled, has none."""
 
     @property
     def edits(self) -> tuple[Edit, ...]:
         """Everything that apply would change, in order."""
         return tuple(e for d in self.decisions if d.decided == "applied" for e in d.edits)
+
+    def apply(self, *, verbose: bool = True) -> Applied:
+        """Do exactly this to the model it was made for, if the model is still as it was then.
+
+        It is made again, and held against this one. Of the model it holds the modules that its edits would change and
+        a weak reference to the rest, so keep the model yourself.
+
+        Args:
+            verbose: As for `hfpatch.apply`.
+
+        Returns:
+            The handle, as `hfpatch.apply` gives it.
+
+        Raises:
+            StalePlanError: The model has changed, or is gone; nothing was changed.
+            ApplyError: An edit failed; those before it were undone.
+            HfpatchError: As `hfpatch.apply`.
+        """
+        from hfpatch.patching.apply import apply_plan
+
+        return apply_plan(self, verbose=verbose)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "origin": None}  # a reference to a model cannot be copied
 
     def of(self, decided: Decided) -> tuple[Decision, ...]:
         """The decisions of one kind."""
@@ -121,18 +169,12 @@ class Plan:
         return sheet(f"Plan for {self.model}", self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: model, decisions (patch, submodel, decision, reason, effect, hint, edits), unknown."""
+        """As JSON: model, decisions (patch, submodel, decision, code, reason, effect, hint, edits), unknown."""
         return {
             "model": self.model,
             "decisions": [d.to_dict() for d in self.decisions],
             "unknown": list(self.unknown),
         }
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 def sheet(title: str, plan: Plan, lapsed: Sequence[str] = ()) -> Sheet:

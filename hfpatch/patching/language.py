@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from hfpatch.codes import DecisionCode
 from hfpatch.symptoms import SYMPTOMS
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Needed:
     """The fault this patch mends can happen in this model."""
 
     reason: str
+    code: DecisionCode = "needed"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class NotNeeded:
     """The fault cannot happen here."""
 
     reason: str
+    code: DecisionCode = "no-symptom-possible"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Refused:
     """The fault may be there, but this patch does not go with this model."""
 
     reason: str
+    code: DecisionCode = "refused-here"
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,12 @@ class Offered:
     Args:
         reason: Why it is not run unasked.
         suggested: It answers something that was found in this model, so `include="suggested"` runs it too.
+        code: A key of `hfpatch.codes.DECISIONS`, as the other verdicts have.
     """
 
     reason: str
     suggested: bool = True
+    code: DecisionCode = "offered"
 
 
 Verdict = Needed | Offered | NotNeeded | Refused

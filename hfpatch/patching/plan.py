@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.decision import Decision, Plan
+from hfpatch.patching.decision import Decision, Origin, Plan
 from hfpatch.patching.edits import Edit, kind_of, state_of
 from hfpatch.patching.language import UNASKED, Effect, NotNeeded, Offered, Refused
 from hfpatch.patching.records import record_at, records_of, show
@@ -63,6 +64,14 @@ def plan(
     from hfpatch.model.added import named_by_caller
     from hfpatch.model.survey import Survey
 
+    asking: dict[str, Any] = {
+        "only": only,
+        "include": include,
+        "exclude": exclude,
+        "added_modules": added_modules,
+        "compute_dtype": compute_dtype,
+        "options": options,
+    }
     survey = Survey(model, added_modules)
     entries = registry.entries()
     wanted = None if only is None else ids(only)
@@ -76,7 +85,9 @@ def plan(
         if wanted is not None and entry.id not in wanted:
             continue
         if entry.id in excluded:
-            decisions.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)"))
+            decisions.append(
+                Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)", code="excluded")
+            )
             continue
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
         # conditions and repros run code of their own, whose dtypes are not those of the caller's region
@@ -89,7 +100,8 @@ def plan(
     everything = SUGGESTED in names(include)
     decided = tuple(_ask(d, d.patch in asked or (everything and d.suggested)) for d in decisions)
     _check_conflicts(survey.root, decided)
-    return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
+    origin = Origin(weakref.ref(survey.root), asking)
+    return Plan(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked), origin)
 
 
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:
@@ -99,7 +111,7 @@ def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[D
         return []
     said = [d.submodel for d in decisions if d.patch == STREAM and d.decided == "refused" and d.submodel is not None]
     return [
-        Decision(STREAM, row.path, "refused", row.sentence, vital=True, unasked=True)
+        Decision(STREAM, row.path, "refused", row.sentence, vital=True, unasked=True, code="not-served")
         for row in unserved(survey, dtype)
         if not any(row.refused and inside(row.path, path) for path in said)
     ]
@@ -139,7 +151,7 @@ def _decide(
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         why = f"does not serve {have}: no case proves it there; serves {_listed(patch.architectures)}"
-        out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None))
+        out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
     # Of several submodels, those it has nothing to do with are not worth a row each.
     telling = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
     return list(telling.values()) or [max(out, key=lambda d: d.already)]
@@ -151,9 +163,9 @@ def _known(entry: Entry, context: Context) -> Decision:
     assert submodel is not None  # noqa: S101 - it has an architecture
     verdict = patch.condition(context)
     if isinstance(verdict, NotNeeded):
-        return Decision(entry.id, submodel.path, "not needed", verdict.reason)
+        return Decision(entry.id, submodel.path, "not needed", verdict.reason, code=verdict.code)
     reason = f"{submodel.architecture}: {patch.refuses[submodel.architecture]}"
-    return replace(_blank(entry, context), reason=reason, hint=patch.suggests)
+    return replace(_blank(entry, context), reason=reason, hint=patch.suggests, code="known-not-to-serve")
 
 
 def _blank(entry: Entry, context: Context) -> Decision:
@@ -161,7 +173,7 @@ def _blank(entry: Entry, context: Context) -> Decision:
     patch = entry.patch
     unasked = not callable(patch.effect) and patch.effect in UNASKED
     path = context.submodel.path if context.submodel else None
-    return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked)
+    return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked, code="refused-here")
 
 
 def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]:
@@ -170,19 +182,21 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     patch, own = entry.patch, _blank(entry, context)
     verdict = patch.condition(context)
     if isinstance(verdict, Refused):
-        return [replace(own, reason=verdict.reason, hint=patch.suggests)]
+        return [replace(own, reason=verdict.reason, hint=patch.suggests, code=verdict.code)]
     if isinstance(verdict, NotNeeded):
         mine = _in_force(context)[entry.id]
-        reason = _applied_already(mine) if mine else verdict.reason
-        return [replace(own, decided="not needed", reason=reason, already=mine)]
+        if mine:
+            return [_done(own, mine)]
+        return [replace(own, decided="not needed", reason=verdict.reason, code=verdict.code)]
     found = Resolved()
     for template in patch.edits:
         try:
             resolved = list(template.resolve(context))
         except RefusedError as error:
-            return [replace(own, reason=str(error))]
+            return [replace(own, reason=str(error), code="property")]
         if not resolved and not template.where.may_be_empty:
-            return [replace(own, reason=f"{template.where} matched nothing in {_place(context)}")]
+            why = f"{template.where} matched nothing in {_place(context)}"
+            return [replace(own, reason=why, code="no-such-place")]
         for edit in resolved:
             found.sort_in(context.survey.root, entry.id, edit)
     grouped: dict[Effect, list[Edit]] = {}
@@ -190,13 +204,13 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
         grouped.setdefault(_effect(entry, context, edit), []).append(edit)
     own = replace(own, already=found.done, otherwise=found.otherwise)
     if not grouped and not found.changed:
-        return [replace(own, decided="not needed", reason=_applied_already(found.done))]
+        return [_done(own, found.done)]
     unseen = any(kind_of(e.kind).unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
-        return [replace(own, reason=reason, lapsed=found.lapsed)]
+        return [replace(own, reason=reason, lapsed=found.lapsed, code="compiled")]
     drift = None if trusted else drift_verdict(entry, context)
     if isinstance(drift, Refused):
-        return [replace(own, reason=drift.reason, lapsed=found.lapsed)]
+        return [replace(own, reason=drift.reason, lapsed=found.lapsed, code=drift.code)]
     warnings = (drift and drift.reason, compiled_elsewhere(context.survey) if unseen else None)
     reason = "; ".join((verdict.reason, *filter(None, warnings)))
     offered = verdict if isinstance(verdict, Offered) else None
@@ -210,6 +224,7 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
             hint=patch.suggests,
             suggested=offered is None or offered.suggested,
             lapsed=found.lapsed if any(e in found.again for e in edits) else "",
+            code=verdict.code if offered or effect in UNASKED else "changes-the-function",
         )
         for effect, edits in grouped.items()
     ]
@@ -217,12 +232,14 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
         edits = tuple(found.changed)
         effect = _effect(entry, context, edits[0])
         why = f"applied before; {found.changed_to} since, which stays unless this patch is asked for by name"
-        out.append(replace(own, decided="opt-in", reason=why, effect=effect, edits=edits, suggested=False, lapsed=why))
+        again = replace(own, decided="opt-in", reason=why, effect=effect, edits=edits, suggested=False, lapsed=why)
+        out.append(replace(again, code="changed-since"))
     return out
 
 
-def _applied_already(edits: int) -> str:
-    return f"already applied ({edits} edit{'' if edits == 1 else 's'})"
+def _done(own: Decision, edits: int) -> Decision:
+    reason = f"already applied ({edits} edit{'' if edits == 1 else 's'})"
+    return replace(own, decided="not needed", reason=reason, already=edits, code="already-applied")
 
 
 class Resolved:
@@ -327,11 +344,11 @@ def _version_refusal(entry: Entry) -> Decision | None:
 
     have = Version(transformers.__version__)
     if entry.patch.fixed_in is not None and have >= Version(entry.patch.fixed_in):
-        return Decision("", None, "not needed", f"transformers {have} has this fixed (since {entry.patch.fixed_in})")
+        why = f"transformers {have} has this fixed (since {entry.patch.fixed_in})"
+        return Decision("", None, "not needed", why, code="fixed-upstream")
     if not SpecifierSet(entry.patch.transformers).contains(have, prereleases=True):
-        return Decision(
-            "", None, "refused", f"written for transformers {entry.patch.transformers}; installed is {have}"
-        )
+        why = f"written for transformers {entry.patch.transformers}; installed is {have}"
+        return Decision("", None, "refused", why, code="transformers-version")
     return None
 
 

@@ -61,7 +61,9 @@ def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
     """None where every upstream body is a known one; else what the patch's own repro says of the changed ones."""
     found = drift(entry.patch.upstream, context)
     if found.foreign:
-        return Refused(f"it was not proved with {found.foreign[0]}, which no repro of this patch runs")
+        return Refused(
+            f"it was not proved with {found.foreign[0]}, which no repro of this patch runs", "changed-upstream"
+        )
     if not found.changed:
         return None
     architecture = context.submodel.architecture if context.submodel else ""
@@ -69,7 +71,8 @@ def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
     names = ", ".join(found.changed)
     if failure is None:
         return Needed(f"warning: {names} changed upstream; the patch's repro was run here and is cured")
-    return Refused(f"{names} changed upstream, and the patch's repro is not cured any more: {failure}")
+    why = f"{names} changed upstream, and the patch's repro is not cured any more: {failure}"
+    return Refused(why, "changed-upstream")
 
 
 @lru_cache(maxsize=32)

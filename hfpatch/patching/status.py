@@ -12,7 +12,7 @@ from hfpatch.given import FLAG, want
 from hfpatch.model.walk import root_module, without_copy
 from hfpatch.patching.edits import state_of
 from hfpatch.patching.records import Record, State, Word, logged, show
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Standing:
         return f"{self.record.slot} of {self.path or 'the model itself'}"
 
 
-@dataclass(frozen=True)
-class Status:
+@dataclass(frozen=True, repr=False)
+class Status(Shown):
     """The patches a model carries now, by a look at the model. True if one of them is in force.
 
     Attributes:
@@ -105,12 +105,6 @@ class Status:
         return Sheet(
             f"Status of {self.model}", ("patch", "edits", "state", "first at"), tuple(rows), notes, wide=("first at",)
         )
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 def _lapsed_line(patch: str, word: Word, edits: list[Standing]) -> str:

@@ -1,12 +1,21 @@
-"""A table as data, rendered as text or HTML; lines on stderr."""
+"""A table as data, rendered as text or HTML; lines on stderr; the face of what public functions return."""
 
 from __future__ import annotations
 
 import html
+import math
 import os
+import re
 import sys
+import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 # Colours of decisions and verdicts, the same in every table.
 STYLES = {
@@ -19,14 +28,50 @@ STYLES = {
     "starts here": "bold red",
     "not finite": "red",
 }
+CODE = re.compile(r"[=('\"\[]")
+"""What a word of a line of code holds."""
+GAP = 2
+"""Spaces between columns."""
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Shown(ABC):
+    """Something that is shown as tables: as text in a terminal, as HTML in a notebook, as JSON to a program.
+
+    A dataclass that is one is made with `repr=False`: its `repr` is its text too.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values under stable keys, as JSON can hold them."""
+
+    @abstractmethod
+    def sheet(self) -> Sheet:
+        """Return it as a table."""
+
+    def sheets(self) -> tuple[Sheet, ...]:
+        """Return all of its tables, where there are several."""
+        return (self.sheet(),)
+
+    def __str__(self) -> str:
+        return "\n\n".join(s.to_text() for s in self.sheets())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return "\n".join(s.to_html() for s in self.sheets())
+
+
+@dataclass(frozen=True, repr=False)
+class Sheet(Shown):
     """Rows under headings, with a title above and notes below; every cell is text.
 
     A cell that is a key of `STYLES` is coloured in a terminal. The columns named in `wide` share the free width and are
-    wrapped; the others are never wrapped.
+    wrapped; the others are never wrapped. A word of code is never broken, because it is there to be copied: if it does
+    not fit beside the other columns it is printed below them, and if it is longer than a line it sticks out. A long
+    path in a table is broken only if nothing else helps.
     """
 
     title: str
@@ -34,6 +79,19 @@ class Sheet:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return title, columns, rows and notes."""
+        return {
+            "title": self.title,
+            "columns": list(self.columns),
+            "rows": [list(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
+
+    def sheet(self) -> Sheet:
+        """Return itself."""
+        return self
 
     def to_text(self, width: int | None = None) -> str:
         """Return the table as text, in colour if stdout is a terminal.
@@ -44,8 +102,6 @@ class Sheet:
         import io
 
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
 
         tty = sys.stdout.isatty()
         if width is None and not tty and "COLUMNS" not in os.environ:
@@ -60,25 +116,60 @@ class Sheet:
             emoji=False,
             legacy_windows=False,
         )
-        if self.title:
-            console.print(Text(self.title, style="bold"), soft_wrap=False)
+        _lines(console, self.title, style="bold")
         if self.rows:
-            table = Table(box=None, pad_edge=False, show_header=any(self.columns), header_style="bold")
-            for name in self.columns:
-                folds = name in self.wide
-                table.add_column(name, overflow="fold", ratio=1 if folds else None, no_wrap=not folds)
-            for row in self.rows:
-                table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-            console.print(table)
+            widths = self._widths(console.width)
+            if widths is not None:
+                console.print(self._beside(widths))
+            else:
+                self._below(console)
         for note in self.notes:
-            console.print(Text(note))
+            _lines(console, note)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _widths(self, room: int) -> list[int] | None:
+        """Return the width of each column: whole words if they fit, else whole words of code; None if neither do."""
+        from rich.cells import cell_len
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+        cells = [self.columns, *self.rows]
+        natural = [
+            max(cell_len(line) for row in cells for line in row[i].split("\n")) for i in range(len(self.columns))
+        ]
+        room -= GAP * (len(natural) - 1)
+        for kept in (str.strip, CODE.search):
+            words = [[cell_len(w) for row in cells for w in row[i].split() if kept(w)] for i in range(len(natural))]
+            least = [
+                max(found, default=1) if name in self.wide else wide
+                for name, wide, found in zip(self.columns, natural, words, strict=True)
+            ]
+            if sum(least) <= room:
+                return _shrunk(natural, least, room)
+        return None
+
+    def _beside(self, widths: list[int]) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, show_header=any(self.columns), header_style="bold")
+        for name, width in zip(self.columns, widths, strict=True):
+            table.add_column(name, width=width, overflow="fold", no_wrap=name not in self.wide)
+        for row in self.rows:
+            table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        return table
+
+    def _below(self, console: Console) -> None:
+        """Write each row as its narrow cells in one line and its wide cells below."""
+        from rich.text import Text
+
+        for row in [*([self.columns] if any(self.columns) else []), *self.rows]:
+            heading = row is self.columns
+            cells = list(zip(self.columns, row, strict=True))
+            narrow = [c.replace("\n", ", ") for n, c in cells if n not in self.wide and c]
+            if narrow:
+                styled = [Text(c, style="bold" if heading else STYLES.get(c, "")) for c in narrow]
+                console.print(Text(" " * GAP).join(styled), soft_wrap=True)
+            for cell in (c for n, c in cells if n in self.wide and c):
+                _lines(console, cell, indent=" " * GAP, style="bold" if heading else "")
 
     def to_html(self) -> str:
         """Return the table as HTML for a notebook, with every cell escaped."""
@@ -92,6 +183,36 @@ class Sheet:
             f"<div><p><b>{html.escape(self.title)}</b></p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"
         )
+
+
+def _shrunk(widths: list[int], least: list[int], room: int) -> list[int]:
+    """Return widths that fit, the widest column folded first, none below its least."""
+    found = list(widths)
+    while sum(found) > room:
+        found[max(range(len(found)), key=lambda i: found[i] if found[i] > least[i] else -1)] -= 1
+    return found
+
+
+def _lines(console: Console, text: str, *, indent: str = "", style: str = "") -> None:
+    """Write text in lines as wide as the console; a word longer than that is not broken."""
+    from rich.text import Text
+
+    for line in text.splitlines():
+        folded = textwrap.wrap(
+            line,
+            console.width,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for part in folded or [""]:
+            console.print(Text(part, style=style), soft_wrap=True)
+
+
+def finite(value: float | None) -> float | None:
+    """Return a figure as JSON can hold it: None for NaN and the infinities."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def say(lines: Iterable[str]) -> None:

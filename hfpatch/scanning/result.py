@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hfpatch.report.sheet import Sheet
+from hfpatch.deprecated import warn
+from hfpatch.report.sheet import Sheet, Shown
 
 FINDINGS_SHOWN = 20
 NOTES_SHOWN = 5
@@ -43,8 +44,8 @@ class Census:
     bytes: int
 
 
-@dataclass(frozen=True)
-class ScanReport:
+@dataclass(frozen=True, repr=False)
+class ScanReport(Shown):
     """The result of `hfpatch.scan`; true if there are findings. It prints itself as a table.
 
     Attributes:
@@ -74,7 +75,7 @@ class ScanReport:
             "census": {dtype: asdict(count) for dtype, count in self.census.items()},
         }
 
-    def to_sheet(self) -> Sheet:
+    def sheet(self) -> Sheet:
         """Return a table: findings first, then the first notes of each kind, and the census below."""
         rows = [_row("failed", f) for f in self.findings[:FINDINGS_SHOWN]]
         if len(self.findings) > FINDINGS_SHOWN:
@@ -92,11 +93,10 @@ class ScanReport:
         title = f"{self.path}: {found} in {_number(self.files, 'file')}"
         return Sheet(title, ("", "", "where, and what"), tuple(rows), tuple(census), wide=("where, and what",))
 
-    def __str__(self) -> str:
-        return self.to_sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.to_sheet().to_html()
+    def to_sheet(self) -> Sheet:
+        """See `sheet`; the old name."""
+        warn("ScanReport.to_sheet() is sheet() now, as everything has it; the old name will go in a later release")
+        return self.sheet()
 
 
 def _row(mark: str, found: Found) -> tuple[str, str, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.report.sheet import Sheet, Shown
+
 if TYPE_CHECKING:
     from hfpatch.tracing.events import Phase
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(Shown):
     """The first fault of a step.
 
     Attributes:
@@ -55,3 +57,13 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+    def sheet(self) -> Sheet:
+        """Return the sentence, and what was seen."""
+        rows = (
+            ("seen in", f"{self.tensor}, {self.dtype}"),
+            ("holds", self.holds),
+            ("given", self.operand),
+            ("symptom", self.symptom),
+        )
+        return Sheet(self.sentence, ("", " "), tuple(row for row in rows if row[1]), wide=(" ",))

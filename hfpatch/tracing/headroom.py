@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hfpatch.deprecated import warn
 from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.given import shown
-from hfpatch.report.sheet import Sheet
+from hfpatch.report.sheet import Sheet, Shown, finite
 from hfpatch.tracing.events import Event, Phase, Step
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -39,9 +40,13 @@ class TensorHeadroom:
     flush: float
     lost: float | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is not finite is null."""
+        return {k: finite(v) if isinstance(v, float) else v for k, v in vars(self).items()}
 
-@dataclass(frozen=True)
-class Headroom:
+
+@dataclass(frozen=True, repr=False)
+class Headroom(Shown):
     """The range of the traced tensors compared with that of a narrower dtype.
 
     Attributes:
@@ -66,9 +71,9 @@ class Headroom:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: `{"dtype", "loss_scale", "tensors": [...]}`."""
-        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "tensors": [asdict(r) for r in self.tensors]}
+        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "tensors": [r.to_dict() for r in self.tensors]}
 
-    def to_sheet(self) -> Sheet:
+    def sheet(self) -> Sheet:
         """Return a table of the tensors that overflow or become 0; if there are none, of the five largest."""
         over, gone = self.overflows, self.flushes
         scale = f", gradients under a loss scale of {self.loss_scale:,.0f}" if self.loss_scale != 1 else ""
@@ -94,11 +99,10 @@ class Headroom:
             )
         return Sheet(f"headroom in {self.dtype}", ("", "tensor", "max |x|", ""), rows, tuple(notes), wide=("tensor",))
 
-    def __str__(self) -> str:
-        return self.to_sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.to_sheet().to_html()
+    def to_sheet(self) -> Sheet:
+        """See `sheet`; the old name."""
+        warn("Headroom.to_sheet() is sheet() now, as everything has it; the old name will go in a later release")
+        return self.sheet()
 
 
 def headroom(steps: Iterable[Step], dtype: str | torch.dtype, loss_scale: float = 1.0) -> Headroom:

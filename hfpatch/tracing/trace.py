@@ -21,12 +21,13 @@ from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
 from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
-from hfpatch.report.sheet import Sheet, rank, say
+from hfpatch.report.sheet import Sheet, Shown, rank, say
 from hfpatch.tracing import views
 from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.gradients import LargestGradients
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
 from hfpatch.tracing.watch import Watch
@@ -39,7 +40,7 @@ Chosen = Collection[int] | Callable[[int], bool] | None
 Level = Literal["blocks", "modules"]
 
 
-class Trace:
+class Trace(Shown):
     """A context that traces the calls of a model; see `hfpatch.trace`.
 
     Attributes:
@@ -196,6 +197,11 @@ class Trace:
 
     # results
 
+    def _asked(self) -> None:
+        """The step is over, unless the model is running: a debugger that shows the trace ends no step."""
+        if self._watch is None or not self._watch.running:
+            self._conclude()
+
     @property
     def first_bad(self) -> Finding | None:
         """The first fault in the steps traced so far; None if there is none."""
@@ -204,6 +210,10 @@ class Trace:
 
     def report(self) -> Sheet:
         """Return one row per block, the findings, and what to try; it prints itself in a terminal and a notebook."""
+        return self.sheet()
+
+    def sheet(self) -> Sheet:
+        """See `report`."""
         self._conclude()
         return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self._answers())
 
@@ -218,10 +228,10 @@ class Trace:
             InputError: Another dtype.
         """
         want("headroom", loss_scale=(loss_scale, NUMBER))
-        self._conclude()
+        self._asked()
         return headroom(self.steps, dtype, loss_scale)
 
-    def largest_gradients(self, count: int = 10) -> list[tuple[str, float]]:
+    def largest_gradients(self, count: int = 10) -> LargestGradients:
         """Return the parameters with the largest gradients in the traced steps: name and largest magnitude.
 
         Gradients that hold a NaN or an infinity come first, with infinity as their magnitude.
@@ -230,13 +240,13 @@ class Trace:
             count: Number of parameters to return.
         """
         want("largest_gradients", count=(count, WHOLE))
-        self._conclude()
+        self._asked()
         found: dict[str, float] = {}
         for step in self.steps:
             for event in step.of("gradients"):
                 name = f"{event.module}.{event.name}" if event.module else event.name
                 found[name] = max(found.get(name, 0.0), math.inf if event.bad else event.stats.largest)
-        return sorted(found.items(), key=lambda pair: -pair[1])[:count]
+        return LargestGradients(sorted(found.items(), key=lambda pair: -pair[1])[:count])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the findings and the statistics of every tensor of every traced step, as plain values."""
@@ -256,12 +266,6 @@ class Trace:
         """Write the heat map of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
         self._conclude()
         self._heatmap().to_png(Path(path))
-
-    def __str__(self) -> str:
-        return self.report().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.report().to_html()
 
     def _title(self) -> str:
         count = len(self.steps)

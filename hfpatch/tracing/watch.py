@@ -67,6 +67,11 @@ class Watch:
         self._gradients = False
         self._lock = threading.Lock()
 
+    @property
+    def running(self) -> bool:
+        """True if the forward pass is under way."""
+        return self._running
+
     def close(self) -> None:
         """Stop recording. Hooks on tensors stay until their graph is freed, and do nothing."""
         self.backward = False

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hfpatch.report import Sheet
+from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Change:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
-@dataclass(frozen=True)
-class Proof:
+@dataclass(frozen=True, repr=False)
+class Proof(Shown):
     """A model on a batch, run in several ways, against float32 with the same weights.
 
     Attributes:
@@ -75,12 +75,14 @@ class Proof:
         rows: The others.
         notes: What was counted, what stayed as it was, what could not be run.
         changes: Patches that change what the model computes; they are in place in every row.
+        model: Name of its class, or of its checkpoint.
     """
 
     reference: Figures
     rows: tuple[Figures, ...]
     notes: tuple[str, ...]
     changes: tuple[Change, ...] = ()
+    model: str = ""
 
     def __getitem__(self, name: str) -> Figures:
         """A row by name: `before`, `after`, `bfloat16 weights`, ..."""
@@ -90,9 +92,10 @@ class Proof:
         raise KeyError(f"no row {name!r}; there are: {', '.join(r.name for r in self.rows)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `changes` only where there are some."""
+        """As JSON: model, reference, rows, notes; `changes` only where there are some."""
         changes = {"changes": [c.to_dict() for c in self.changes]} if self.changes else {}
         return {
+            "model": self.model,
             "reference": self.reference.to_dict(),
             "rows": [r.to_dict() for r in self.rows],
             "notes": list(self.notes),
@@ -106,12 +109,6 @@ class Proof:
         columns = ("run", "loss", "KL to float32", "top-1", *(("step", "memory of a step") if timed else ()))
         rows = tuple((*_cells(r), *(_cost(r) if timed else ())) for r in found)
         return Sheet("Verified on this batch", columns, rows, (*map(str, self.changes), *self.notes))
-
-    def __str__(self) -> str:
-        return self.sheet().to_text()
-
-    def _repr_html_(self) -> str:
-        return self.sheet().to_html()
 
 
 def number(value: float | None) -> str:

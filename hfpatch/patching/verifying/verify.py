@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.compare import Edited, compare
 from hfpatch.patching.verifying.figures import Figures, Proof
 from hfpatch.patching.verifying.lending import weights_as
+from hfpatch.report import Sheet, Shown
 
 if TYPE_CHECKING:
     from hfpatch.patching.apply import Applied
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaseResult",
+    "CaseResults",
     "Figures",
     "Proof",
     "prove",
@@ -53,13 +55,44 @@ class CaseResult:
     text: str
     skipped: bool = False
 
+    @property
+    def word(self) -> str:
+        """Return passed, failed or skipped."""
+        return "skipped" if self.skipped else "passed" if self.passed else "failed"
 
-def prove_patch(entry: Entry) -> list[CaseResult]:
+
+class CaseResults(Shown, list[CaseResult]):
+    """How patches did on their cases; a list that prints as a table."""
+
+    @property
+    def skipped(self) -> int:
+        """Return how many were not run, for want of a GPU."""
+        return sum(r.skipped for r in self)
+
+    @property
+    def passed(self) -> bool:
+        """True if none that was run failed."""
+        return all(r.passed or r.skipped for r in self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: passed, skipped, cases (patch, kind, case, passed, text, skipped)."""
+        return {"passed": self.passed, "skipped": self.skipped, "cases": [asdict(r) for r in self]}
+
+    def sheet(self) -> Sheet:
+        """Return a row a case."""
+        rows = tuple((r.patch, r.kind, r.word, f"{r.case}\n{r.text}") for r in self)
+        title = f"{sum(r.passed for r in self)} of {len(self) - self.skipped} cases passed"
+        told = "case, and what was seen"
+        title = f"{title}; {self.skipped} skipped, no GPU" if self.skipped else title
+        return Sheet(title, ("patch", "kind", "", told), rows, wide=(told,))
+
+
+def prove_patch(entry: Entry) -> CaseResults:
     """Run every case of a patch."""
     if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
     cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
-    return [try_case(entry, case, kind) for case, kind in cases]
+    return CaseResults(try_case(entry, case, kind) for case, kind in cases)
 
 
 def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
