@@ -15,7 +15,7 @@ from .guarding.helpers import GradientReport as GradientReport
 from .guarding.helpers import gradient_report as gradient_report
 from .guarding.helpers import validate_loss as validate_loss
 from .guarding.outcome import Outcome as Outcome
-from .inspecting.inspect import ModelInfo as ModelInfo
+from .inspecting.info import ModelInfo as ModelInfo
 from .inspecting.inspect import inspect as inspect
 from .lora.config import lora_config as lora_config
 from .lora.targets import LoraTargets as LoraTargets

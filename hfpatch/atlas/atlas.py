@@ -11,6 +11,7 @@ from importlib import metadata
 from multiprocessing import get_context
 from typing import Any
 
+from hfpatch.atlas import tables
 from hfpatch.report import Sheet, Shown
 
 MAPPINGS = {
@@ -51,9 +52,7 @@ class Atlas(Shown):
 
     def sheets(self) -> tuple[Sheet, ...]:
         """As tables: how many there are of each kind; one row for each that builds; those that do not."""
-        from hfpatch.atlas.tables import sheets
-
-        return sheets(self)
+        return tables.sheets(self.to_dict())
 
     def sheet(self) -> Sheet:
         """The first table: how many there are of each kind."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from hfpatch.errors import ApplyError, RefusedError, StalePlanError
 from hfpatch.given import FLAG, want
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.arguments import Names, names
 from hfpatch.patching.decision import Decision, Plan, sheet

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import ConflictError, RefusedError
-from hfpatch.model.survey import inside
+from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.model.survey import Survey
+    from hfpatch.model.walk import Submodel
 
 SUGGESTED = "suggested"
 
@@ -305,9 +307,7 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
         return ()
     notes = ["weights are not loaded: whether added modules are trained is unknown"]
     if compute_dtype is None:
-        notes.append(
-            f"planned for {str(first.dtype).removeprefix('torch.')}; compute_dtype= (--compute-dtype) plans for another"
-        )
+        notes.append(f"planned for {dtype_name(first.dtype)}; compute_dtype= (--compute-dtype) plans for another")
     return tuple(notes)
 
 

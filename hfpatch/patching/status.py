@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.given import FLAG, want
-from hfpatch.model.survey import root_module, without_copy
+from hfpatch.model.walk import root_module, without_copy
 from hfpatch.patching.edits import state_of
 from hfpatch.patching.records import Record, State, Word, logged, show
 from hfpatch.report import Sheet, Shown

@@ -1,5 +1,3 @@
-# `_attn_implementation` is where transformers keeps the choice; it has no public reader
-# pyright: reportPrivateUsage=false
 """The kind of edit that chooses a submodel's attention implementation, for this model only.
 
 The public setter writes the config, and configs are shared: with parents, and between models. So the
@@ -18,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from hfpatch.compat import implementation
 from hfpatch.numerics.attention_functions import (
     fp32_logits_attention,
     fp32_logits_attention_masked,
@@ -56,7 +55,7 @@ class AttentionChoice(Kind):
     unseen = "torch.compile would go on running the attention it made its code from"
 
     def now(self, module: nn.Module, slot: str) -> Any:
-        return module.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        return implementation.chosen(module.config)
 
     def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Configs:
         # a model may hold several configs that are not one tree (T5's encoder and decoder have copies)
@@ -67,7 +66,7 @@ class AttentionChoice(Kind):
             copy.deepcopy(each, memo)
         olds = {id(t): t for each in shared for t in _tree(each)}
         pairs = tuple((old, memo[key]) for key, old in olds.items())
-        return Configs(pairs, tuple(str(old._attn_implementation) for old, _ in pairs))
+        return Configs(pairs, tuple(str(implementation.chosen(old)) for old, _ in pairs))
 
     def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         _point(root, {id(old): new for old, new in record.before.pairs})
@@ -76,9 +75,9 @@ class AttentionChoice(Kind):
         mine = self._architecture(module)
         for (_, new), before in zip(record.before.pairs, record.before.implementations, strict=True):
             if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
-                new._attn_implementation_internal = before
+                implementation.note(new, before)
             elif before == was:  # a layer may hold a config of its own, which the setter does not reach
-                new._attn_implementation_internal = record.after
+                implementation.note(new, record.after)
         if self.now(module, record.slot) != record.after:
             raise ValueError(
                 f"{type(module).__name__} does not take attention {record.after!r}: it is not computed through "
@@ -88,14 +87,14 @@ class AttentionChoice(Kind):
     def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
         mine = self._architecture(module)
         pairs = zip(record.before.pairs, record.before.implementations, strict=True)
-        was = {implementation for (old, _), implementation in pairs if old.model_type == mine}
+        was = {choice for (old, _), choice in pairs if old.model_type == mine}
         now = self.now(module, record.slot)
         if now != record.after:
             return State("gone" if now in was else "changed", str(now))
         copies = {id(new) for _, new in record.before.pairs}
         for path, part in module.named_modules():
             for held in _configs(part):
-                now = held._attn_implementation
+                now = implementation.chosen(held)
                 if held.model_type == mine and now != record.after and id(held) not in copies:
                     return State("gone" if now in was else "changed", f"{now} in {path}")
         return HERE
@@ -103,7 +102,7 @@ class AttentionChoice(Kind):
     def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
         before: Configs = record.before
         for config, was in self._chosen(module, record):
-            config._attn_implementation_internal = was
+            implementation.note(config, was)
         _hand_over(root, record)
         if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
             _point(root, {id(new): old for old, new in before.pairs})
@@ -111,13 +110,13 @@ class AttentionChoice(Kind):
     def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         """Put the implementations back where they are: which config a module holds stays as it is."""
         chosen = list(self._chosen(module, record))
-        held.extend((config, config._attn_implementation) for config, _ in chosen)
+        held.extend((config, implementation.chosen(config)) for config, _ in chosen)
         for config, was in chosen:
-            config._attn_implementation_internal = was
+            implementation.note(config, was)
 
     def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
         for config, now in reversed(held):
-            config._attn_implementation_internal = now
+            implementation.note(config, now)
 
     def _chosen(self, module: nn.Module, record: Record) -> Iterable[tuple[PreTrainedConfig, str]]:
         """The configs in which an implementation was chosen, each with the one it had.
@@ -131,7 +130,7 @@ class AttentionChoice(Kind):
         known = {id(new) for new, _ in copies}
         yield from copies
         for held in _held(module) if copies else ():
-            if held.model_type == mine and held._attn_implementation == record.after and id(held) not in known:
+            if held.model_type == mine and implementation.chosen(held) == record.after and id(held) not in known:
                 known.add(id(held))
                 yield held, copies[0][1]
 
@@ -143,15 +142,12 @@ class AttentionChoice(Kind):
 def _hand_over(root: nn.Module, gone: Record) -> None:
     """Let later edits, which copied the copies of one that is undone, go back to what that one had copied."""
     before: Configs = gone.before
-    first = {
-        id(new): (old, implementation)
-        for (old, new), implementation in zip(before.pairs, before.implementations, strict=True)
-    }
+    first = {id(new): (old, choice) for (old, new), choice in zip(before.pairs, before.implementations, strict=True)}
     for _, module, record in logged(root):
         if record.kind != gone.kind or record is gone or not any(id(old) in first for old, _ in record.before.pairs):
             continue
         known = list(zip(record.before.pairs, record.before.implementations, strict=True))
-        back = [first.get(id(old), (old, implementation)) for (old, _), implementation in known]
+        back = [first.get(id(old), (old, choice)) for (old, _), choice in known]
         pairs = tuple((old, new) for (old, _), ((_, new), _) in zip(back, known, strict=True))
         exchange(module, record, replace(record, before=Configs(pairs, tuple(was for _, was in back))))
 
@@ -186,7 +182,7 @@ def _same(old: PreTrainedConfig, new: PreTrainedConfig) -> bool:
     """True if they are equal but for attention and what a save writes; configs inside are compared on their own."""
 
     def values(config: PreTrainedConfig) -> dict[str, Any]:
-        skip = ("_attn_implementation_internal", "_attn_was_changed", *WRITTEN_BY_A_SAVE)
+        skip = (*implementation.KEYS, *WRITTEN_BY_A_SAVE)
         return {k: v for k, v in config.__dict__.items() if k not in skip and not isinstance(v, PreTrainedConfig)}
 
     return values(old) == values(new)

@@ -1,5 +1,3 @@
-# torch has no public name for a call without the subclass's own handling
-# pyright: reportPrivateUsage=false
 """The forward hooks that casts are made of: picklable values that hold no module.
 
 torch's own hooks survive deepcopy, DDP, accelerate's forward wrapping and activation checkpointing, and
@@ -16,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hfpatch.compat.functions import AsPlain
 from hfpatch.compat.sharding import narrows_stream
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import RefusedError
 from hfpatch.model.roles import weights_dtype
 
@@ -47,7 +47,7 @@ class DtypeRule:
         return weight.dtype if weight.dtype.is_floating_point else self.dtype
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") if self.weight is None else "that of its weights"
+        return dtype_name(self.dtype) if self.weight is None else "that of its weights"
 
 
 def dtype_rule(to: str, module: nn.Module, compute: torch.dtype | None, stream: torch.dtype | None) -> DtypeRule:
@@ -141,10 +141,10 @@ class Wide(torch.Tensor):
         """Run a function. What it returns is plain, unless it is the tensor itself."""
         kwargs = kwargs or {}
         if func not in WIDENED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with AsPlain():
                 return func(*args, **kwargs)
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with _outside_autocast(device), torch._C.DisableTorchFunctionSubclass():
+        with _outside_autocast(device), AsPlain():
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat import hooks
+from hfpatch.compat.modules import buffers, parameters
 from hfpatch.lora.expand import wrapped
 from hfpatch.model.survey import Survey
 from hfpatch.patching.kinds.adapter import AdapterTargets
@@ -136,7 +137,7 @@ class TensorInPlace(Kind):
 
 def _tensor(module: nn.Module, slot: str) -> torch.Tensor | None:
     name = slot.removeprefix("tensor ")
-    found = {**module.__dict__["_buffers"], **module.__dict__["_parameters"]}.get(name)
+    found = {**buffers(module), **parameters(module)}.get(name)
     return found if isinstance(found, torch.Tensor) else None
 
 

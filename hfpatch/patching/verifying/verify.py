@@ -11,7 +11,8 @@ from torch import nn
 
 from hfpatch.errors import HfpatchError, InputError, UnknownPatchError
 from hfpatch.given import shown
-from hfpatch.model.survey import Survey, root_module
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import root_module
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.edits import lifted
