@@ -11,7 +11,7 @@ from importlib import metadata
 from multiprocessing import get_context
 from typing import Any
 
-from hfpatch.atlas.tables import sheets
+from hfpatch.atlas import tables
 from hfpatch.report import Sheet, Shown
 
 MAPPINGS = {
@@ -51,8 +51,8 @@ class Atlas(Shown):
         return {"versions": self.versions, "architectures": {r.architecture: r.to_dict() for r in self.rows}}
 
     def sheets(self) -> tuple[Sheet, ...]:
-        """Return the tables: how many there are of each kind; one row for each that builds; those that do not."""
-        return sheets(self.to_dict())
+        """As tables: how many there are of each kind; one row for each that builds; those that do not."""
+        return tables.sheets(self.to_dict())
 
     def sheet(self) -> Sheet:
         """Return the first table: how many there are of each kind."""

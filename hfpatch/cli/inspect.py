@@ -19,7 +19,7 @@ from hfpatch.errors import InputError
 from hfpatch.report import Shown
 
 if TYPE_CHECKING:
-    from hfpatch.inspecting.inspect import ModelInfo
+    from hfpatch.inspecting.info import ModelInfo
     from hfpatch.patching.decision import Plan
     from hfpatch.report import Sheet
 

@@ -73,7 +73,7 @@ class Traced(Shown):
                 "nonfinite": self.nonfinite,
             },
             "findings": [f.to_dict() for f in self.trace.findings],
-            "intentional": self.trace.meant,
+            "intentional": self.trace.intentional,
             "advice": list(advice(first, model)) if first else [],
             "patches": list(answering(first, model)) if first else [],
             **({"headroom": self.headroom.to_dict()} if self.headroom else {}),

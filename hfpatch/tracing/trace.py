@@ -198,14 +198,14 @@ class Trace(Shown):
     # results
 
     def _asked(self) -> None:
-        """The step is over, unless the model is running: a debugger that shows the trace ends no step."""
+        """End the step, unless the model is running: a debugger that shows the trace must not end one."""
         if self._watch is None or not self._watch.running:
             self._conclude()
 
     @property
     def first_bad(self) -> Finding | None:
         """The first fault in the steps traced so far; None if there is none."""
-        self._conclude()
+        self._asked()
         return self.findings[0] if self.findings else None
 
     def report(self) -> Sheet:
@@ -214,7 +214,7 @@ class Trace(Shown):
 
     def sheet(self) -> Sheet:
         """See `report`."""
-        self._conclude()
+        self._asked()
         return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self._answers())
 
     def headroom(self, dtype: str | torch.dtype = "float16", *, loss_scale: float = 1.0) -> Headroom:
@@ -250,7 +250,7 @@ class Trace(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the findings and the statistics of every tensor of every traced step, as plain values."""
-        self._conclude()
+        self._asked()
         return views.to_dict(self.steps, self.findings, self.intentional)
 
     def to_json(self, path: str | Path) -> None:
@@ -259,12 +259,12 @@ class Trace(Shown):
 
     def to_html(self, path: str | Path) -> None:
         """Write a self-contained HTML page: blocks by steps, coloured by how near each is to its dtype's limit."""
-        self._conclude()
+        self._asked()
         write_atomically(Path(path), self._heatmap().to_html())
 
     def plot(self, path: str | Path) -> None:
         """Write the heat map of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
-        self._conclude()
+        self._asked()
         self._heatmap().to_png(Path(path))
 
     def _title(self) -> str:
