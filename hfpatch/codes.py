@@ -1,11 +1,11 @@
-"""The codes that stand beside sentences: words that do not change when a sentence does, for scripts. A closed set.
+"""Stable codes beside the messages, for scripts: they stay the same if the wording changes. A closed set.
 
     DECISIONS    `Decision.code`: why a patch is or is not applied
-    ERRORS       `HfpatchError.code`: which kind of error
+    ERRORS       `HfpatchError.code`: the kind of error
     HAZARDS      `Hazard.id`: what goes wrong in a model and its training arguments
     SKIPS        `Facts.code`: why a guard skipped a step
 
-What a tracer finds has a `symptom`, of `hfpatch.symptoms.SYMPTOMS`; what a scan finds a `kind`.
+A finding of a trace has a `symptom`, a key of `hfpatch.symptoms.SYMPTOMS`; a finding of a scan has a `kind`.
 """
 
 from __future__ import annotations
@@ -32,66 +32,66 @@ DecisionCode = Literal[
 ]
 
 DECISIONS: dict[DecisionCode, str] = {
-    "needed": "the fault can happen here, and the patch mends it",
-    "offered": "the patch can be run here, but by name only",
-    "changes-the-function": "the fault can happen here; the effect is one that nobody gets unasked",
-    "changed-since": "applied before, and somebody has set something else since",
-    "no-symptom-possible": "the fault cannot happen here",
-    "already-applied": "everything of it is in force",
+    "needed": "the fault can occur in this model, and the patch fixes it",
+    "offered": "the patch can be applied here, but only by name",
+    "changes-the-function": "the fault can occur, but the effect is one that is applied only by name",
+    "changed-since": "applied before, and something else has been set since",
+    "no-symptom-possible": "the fault cannot occur in this model",
+    "already-applied": "all edits of the patch are in place",
     "excluded": "left out by the caller",
     "fixed-upstream": "the installed transformers has the fix",
-    "refused-here": "the fault may be there, but the patch does not go with this model",
+    "refused-here": "the fault may be present, but the patch cannot be applied to this model",
     "not-served": "no case proves the patch for this architecture, or for this stack",
-    "known-not-to-serve": "an architecture that the patch names as one it does not serve",
-    "no-such-place": "the module that it edits was not found",
-    "property": "what it would set is a property of the module's class",
-    "compiled": "the model was compiled and called, and would not see the edit",
-    "changed-upstream": "a body of another package that it leans on is not the one it was proved against",
+    "known-not-to-serve": "the patch lists this architecture as unsupported",
+    "no-such-place": "a module to be edited was not found",
+    "property": "the attribute to be set is a property of the module's class",
+    "compiled": "the model was compiled and called, and would ignore the edit",
+    "changed-upstream": "code of another package that the patch relies on differs from the version it was proved with",
     "transformers-version": "written for other releases of transformers",
 }
 """Code -> what it means."""
 
 ERRORS: dict[str, str] = {
     "error": "hfpatch raised it",
-    "bad-input": "what the caller named cannot be used",
+    "bad-input": "an argument, a file or a config cannot be used",
     "not-a-model": "the object holds no torch module",
-    "no-such-model": "no model under that name, directory or config",
+    "no-such-model": "no model of that name, directory or config",
     "unknown-patch": "no patch of that name",
-    "no-embedding": "no token embedding, or more than one to choose from",
+    "no-embedding": "no token embedding, or several and none was named",
     "broken-patch-file": "a patch file cannot be loaded",
-    "refused": "a patch that was asked for by name does not go with this model",
-    "conflict": "two patches want different things of the same place",
-    "stale-plan": "the model is not as it was when the plan was made",
-    "not-applied": "an edit failed; those before it were undone",
-    "not-reverted": "something stands in the way of an undo",
-    "guard-stop": "training cannot go on as it is",
+    "refused": "a patch that was requested by name cannot be applied to this model",
+    "conflict": "two patches set different values in the same place",
+    "stale-plan": "the model has changed since the plan was made",
+    "not-applied": "an edit failed; the edits before it were undone",
+    "not-reverted": "an edit cannot be undone",
+    "guard-stop": "training cannot continue",
 }
 """Code -> what it means."""
 
 HAZARDS: dict[str, str] = {
     "nothing-trains": "no parameter requires a gradient",
-    "fp16-parameters": "float16 parameters train",
+    "fp16-parameters": "float16 parameters are trained",
     "bf16-under-scaler": "bfloat16 parameters under a GradScaler",
     "adam-eps-zero": "Adam's eps is 0 in the dtype of a parameter",
     "quantised-fp16": "quantised layers compute in float16",
-    "no-bf16-here": "bfloat16 is asked for and the card has none",
+    "no-bf16-here": "bfloat16 is requested, and the GPU does not support it",
     "left-padding-fp16": "left padding under eager attention in float16",
     "loss-not-divided": "the forward takes num_items_in_batch and does not divide by it",
     "checkpointing-cuts-off": "reentrant checkpointing begins where nothing requires a gradient",
-    "clipping-off": "nothing limits what one batch does",
+    "clipping-off": "gradient clipping is off",
     "nan-hidden-from-log": "the Trainer's log hides a NaN loss",
 }
 """Code -> what it means."""
 
 SKIPS: dict[str, str] = {
-    "no-labels": "no supervised token",
+    "no-labels": "the batch has no supervised token",
     "zero": "loss and gradients exactly 0",
     "loss": "the loss is not finite",
     "gradients": "a gradient is not finite",
-    "explosion": "the gradient norm is over the limit",
-    "spike": "the gradient norm is far over its running median",
-    "overflow": "the loss scale is too high; it falls by itself",
-    "collapsed": "gradients overflow at a loss scale that is low already",
+    "explosion": "the gradient norm is above the limit",
+    "spike": "the gradient norm is far above its running median",
+    "overflow": "the loss scale is too high; the scaler lowers it",
+    "collapsed": "gradients overflow although the loss scale is already low",
     "parameters": "a weight is not finite",
 }
 """Code -> what it means."""

@@ -1,7 +1,6 @@
-"""Old spellings that still work: each warns once in a process, and says the new one.
+"""Old names that still work: each warns once per process and gives the new name.
 
-The warnings are `FutureWarning`s, which Python shows to whoever runs the program; a `DeprecationWarning` it shows to
-authors of tests only.
+The warnings are `FutureWarning`s, which Python shows by default; it hides most `DeprecationWarning`s.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@cache  # once in a process; the filters of `warnings` would say it once a line of the caller's
+@cache  # once per process; the filters of `warnings` would repeat it for each calling line
 def warn(sentence: str) -> None:
-    """Warn whoever calls the function that calls this."""
+    """Issue a warning at the line that called the caller of this function."""
     warnings.warn(sentence, FutureWarning, stacklevel=3)
 
 
 def renamed(call: str, why: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take arguments by their old names too.
+    """Return a decorator that lets a function also take arguments by their old names.
 
     Args:
-        call: Name of the function, for the sentence.
-        why: Why they were renamed.
+        call: Name of the function, for the message.
+        why: Why they were renamed, for the message.
         names: Old name -> new name.
     """
 
@@ -37,11 +36,11 @@ def renamed(call: str, why: str, **names: str) -> Callable[[Callable[P, R]], Cal
             given: dict[str, Any] = dict(kwargs)
             for old, new in names.items():
                 if old in given:
-                    warn(f"{call}: {old}= is {new}= now: {why}; {old}= will not work in a later release")
+                    warn(f"{call}: {old}= is now {new}=: {why}; {old}= will not work in a later release")
                     if new in given:
                         raise TypeError(f"{call}: {old}= and {new}= are the same; give {new}=")
                     given[new] = given.pop(old)
-            return function(*args, **given)  # pyright: ignore[reportCallIssue] - as the old names were
+            return function(*args, **given)  # pyright: ignore[reportCallIssue] - checked under the old names
 
         return called
 
@@ -49,11 +48,11 @@ def renamed(call: str, why: str, **names: str) -> Callable[[Callable[P, R]], Cal
 
 
 def keywords(call: str, why: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take its keyword-only arguments by position too, in their order.
+    """Return a decorator that lets a function also take its keyword-only arguments by position, in their order.
 
     Args:
-        call: Name of the function, for the sentence.
-        why: Why they are keyword-only.
+        call: Name of the function, for the message.
+        why: Why they are keyword-only, for the message.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -67,13 +66,13 @@ def keywords(call: str, why: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if not beyond or len(args) > places + len(named):
                 return function(*args, **kwargs)
             warn(
-                f"{call}: give {', '.join(f'{name}=' for name in beyond)} by name: {why}; by position they will not "
+                f"{call}: give {', '.join(f'{name}=' for name in beyond)} by name: {why}; by position this will not "
                 "work in a later release"
             )
             if twice := beyond.keys() & kwargs.keys():
                 raise TypeError(f"{call}: {min(twice)} is given twice, by position and by name")
             given: dict[str, Any] = {**beyond, **kwargs}
-            return function(*args[:places], **given)  # pyright: ignore[reportCallIssue] - as they were by position
+            return function(*args[:places], **given)  # pyright: ignore[reportCallIssue] - checked by position
 
         return called
 

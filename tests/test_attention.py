@@ -316,7 +316,7 @@ def test_a_soft_cap_forced_onto_sdpa_is_what_eager_attention_is_for(tiny: Any, i
     model.config._attn_implementation = "sdpa"
     (decision,) = (d for d in hfpatch.plan(model).decisions if d.patch == EAGER)
     assert (decision.decided, decision.suggested, decision.effect) == ("opt-in", True, "changes-function")
-    assert "drops its soft-cap" in decision.reason
+    assert "ignores its soft-cap" in decision.reason
     hfpatch.apply(model, include="suggested", verbose=False)
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, wanted)
@@ -378,7 +378,7 @@ def test_a_name_that_transformers_does_not_know(tiny: Any, ids: torch.Tensor) ->
         wanted = model(input_ids=ids).logits
     model.config._attn_implementation = "flash_attention"
     before = fingerprint(model)
-    with pytest.raises(RefusedError, match="'flash_attention', which transformers does not know"):
+    with pytest.raises(RefusedError, match="'flash_attention', which transformers does not have"):
         hfpatch.apply(model, only=FP32)
     assert fingerprint(model) == before
     hfpatch.apply(model, include="suggested", verbose=False)
@@ -393,7 +393,7 @@ def test_two_choices_are_a_conflict(tiny: Any) -> None:
     with pytest.raises(ConflictError, match="attention"):
         hfpatch.plan(model, include=[EAGER, FP32])
     hfpatch.apply(model, only=FP32, verbose=False)
-    with pytest.raises(RefusedError, match="revert that first"):
+    with pytest.raises(RefusedError, match="revert that patch first"):
         hfpatch.apply(model, only=EAGER)
 
 
@@ -521,7 +521,7 @@ def test_cudnn_is_switched_off_for_the_call_only(tiny: Any, ids: torch.Tensor, m
 def test_cudnn_is_left_alone_off_hopper(tiny: Any) -> None:
     (decision,) = hfpatch.plan(with_attention(tiny("llama"), "sdpa"), only="cudnn-*").decisions
     assert (decision.decided, decision.reason) == (
-        "not needed", "its weights are on cpu; the fault is one of Hopper GPUs"
+        "not needed", "its weights are on cpu; the fault occurs on Hopper GPUs"
     )  # fmt: skip
     assert (
         not hasattr(attention.cudnn_backward_fails, "cache_info")

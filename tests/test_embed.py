@@ -151,7 +151,7 @@ def test_two_language_models_must_be_named(tiny: Any) -> None:
         NoEmbeddingError, match=r"several token embeddings: a \(llama\), b \(gpt2\); name one with submodel="
     ):
         hfpatch.embed_tokens(both)
-    with pytest.raises(NoEmbeddingError, match=r"submodel 'c': want the path or architecture of one of: a \(llama\)"):
+    with pytest.raises(NoEmbeddingError, match=r"submodel='c': want the path or architecture of one of: a \(llama\)"):
         hfpatch.embed_tokens(both, submodel="c")
     assert hfpatch.embed_tokens(both, submodel="gpt2") is both["b"].transformer.wte
     with pytest.raises(RefusedError, match="several token embeddings"):

@@ -132,9 +132,7 @@ def test_several_backbones(tiny: Any) -> None:
     fix = hfpatch.apply(model, verbose=False)
     assert model["norm"].eps == 1e-4
     refused = [d.reason for d in fix.plan.of("refused") if d.patch == "eps-alignment"]
-    assert refused == [
-        "which backbone the added norms feed cannot be told: set the option backbone to one of ['a', 'b']"
-    ]
+    assert refused == ["which backbone the added norms feed is unknown: set the option backbone to one of ['a', 'b']"]
     hfpatch.apply(model, verbose=False, options={"eps-alignment": {"backbone": "b"}})
     assert model["norm"].eps == 1e-5
 

@@ -278,7 +278,7 @@ def test_old_names_of_arguments_work_and_warn_once(unwarned: None) -> None:
     loss: Any = torch.tensor(1.5)
     old: Any = hfpatch.validate_loss
     (sentence,) = told(lambda: old(loss, min=0.0))
-    assert sentence.startswith("validate_loss: min= is low= now: the old names are those of Python's own functions")
+    assert sentence.startswith("validate_loss: min= is now low=: the old names are those of Python's own functions")
     assert told(lambda: old(loss, min=0.0)) == []
     assert len(told(lambda: old(loss, max=2.0))) == 1
     with pytest.raises(errors.InputError, match=r"outside 0 to 1;"):

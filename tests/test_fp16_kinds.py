@@ -187,4 +187,4 @@ def test_what_is_not_served_says_why(architecture: str, why: str) -> None:
 def test_where_no_stream_grows_nothing_is_needed() -> None:
     (decision,) = (d for d in hfpatch.plan(tiny_model("bart").half()).decisions if d.patch == "fp16-residual-overflow")
     assert decision.decided == "not needed"
-    assert "normalise every sum at once" in decision.reason
+    assert "normalise each sum immediately" in decision.reason

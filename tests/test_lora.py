@@ -116,8 +116,8 @@ def test_routed_experts_are_parameters_and_only_when_asked(name: str) -> None:
     assert adapted(injected(model, **targets.kwargs())) == expected(targets)
     assert not lora_targets(model).parameters
     assert {out.reason for out in lora_targets(model).left_out} == {
-        "routed experts; experts=True adds them",
-        "a router; router=True adds it",
+        "routed experts; add them with experts=True",
+        "a router; add it with router=True",
     }
 
 
@@ -177,7 +177,9 @@ def test_a_scope_is_reached_alone(name: str) -> None:
 
 
 def test_gemma3s_projector_is_a_parameter_and_said_so() -> None:
-    with pytest.raises(InputError, match="scope='projector': Gemma3ForConditionalGeneration has no linear map there"):
+    with pytest.raises(
+        InputError, match="scope='projector': Gemma3ForConditionalGeneration has no linear map of that scope"
+    ):
         lora_targets(tiny_model("gemma3"), "projector")
     left = lora_targets(tiny_model("gemma3"), "all").left_out
     assert [out.path for out in left] == ["model.multi_modal_projector.mm_input_projection_weight"]
@@ -208,7 +210,7 @@ def test_a_scope_there_is_not(name: str, scope: str) -> None:
 def test_maps_that_an_adapter_would_not_work_on_are_left_out_with_the_reason() -> None:
     reasons = {out.path: out.reason for out in lora_targets(tiny_model("mamba")).left_out}
     assert set(reasons) == {f"backbone.layers.*.mixer.{n}" for n in ("x_proj", "dt_proj", "out_proj")}
-    assert all("past an adapter" in reason for reason in reasons.values())
+    assert all("would bypass an adapter" in reason for reason in reasons.values())
 
 
 class GroupedLinear(nn.Linear):
@@ -251,7 +253,7 @@ def test_odd_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert {out.path: out.reason for out in targets.left_out} == {
         "model.layers.*.self_attn.q_proj": "the forward of GroupedLinear is not that of one linear map",
-        "model.layers.*.self_attn.k_proj": "this PEFT has no layer for a QuantLinear",
+        "model.layers.*.self_attn.k_proj": "the installed PEFT has no layer for QuantLinear",
     }
     at = "model.layers.0.self_attn"
     assert set(targets.modules) == meant("llama") - {f"{at}.{n}_proj" for n in "qkv"} | {f"{at}.v_proj.linear"}
@@ -375,22 +377,28 @@ def test_alpha_is_chosen_as_a_scale(
     ("words", "sentence"),
     [
         ({"target_modules": ["q_proj"]}, r"target_modules= is chosen from the model here; .* base=LoraConfig"),
-        ({"dropout": 0.1}, "dropout=: this PEFT's LoraConfig has no such field"),
-        ({"r": "16"}, "r='16': want a whole number"),
-        ({"r": 1.5}, "r=1.5: want a whole number"),
-        ({"r": True}, "r=True: want a whole number"),
+        ({"dropout": 0.1}, "dropout=: the LoraConfig of the installed PEFT has no such field"),
+        ({"r": "16"}, "r='16': want a positive integer"),
+        ({"r": 1.5}, "r=1.5: want a positive integer"),
+        ({"r": True}, "r=True: want a positive integer"),
         ({"scale": "1"}, "scale='1': want a positive number"),
         ({"lora_alpha": None}, "lora_alpha=None: want a number"),
-        ({"layers_pattern": "layers"}, "LoraConfig refuses this: When `layers_pattern`"),
-        ({"task_type": "X"}, "LoraConfig refuses this: Invalid task type: 'X'"),
+        ({"layers_pattern": "layers"}, "LoraConfig rejects these fields: When `layers_pattern`"),
+        ({"task_type": "X"}, "LoraConfig rejects these fields: Invalid task type: 'X'"),
         ({"layers_to_transform": "0"}, "layers_to_transform='0': want the index of a layer"),
         ({"layers_to_transform": [9]}, r"layers_to_transform=\[9\]: PEFT would adapt none of the 28"),
         ({"base": {"r": 8}}, r"base=\{'r': 8\}: want a peft.LoraConfig"),
-        ({"base": LoraConfig(target_modules=["q_proj"]), "experts": True}, "experts=True does not go with base="),
-        ({"base": LoraConfig(target_modules=["q_proj"]), "scope": "vision"}, "scope='vision' does not go with base="),
-        ({"r": 0}, "r=0: want a whole number of at least 1"),
+        (
+            {"base": LoraConfig(target_modules=["q_proj"]), "experts": True},
+            "experts=True cannot be combined with base=",
+        ),
+        (
+            {"base": LoraConfig(target_modules=["q_proj"]), "scope": "vision"},
+            "scope='vision' cannot be combined with base=",
+        ),
+        ({"r": 0}, "r=0: want a positive integer"),
         ({"scale": -1.0}, "scale=-1.0: want a positive number"),
-        ({"scale": 1, "lora_alpha": 3}, "say the same thing twice"),
+        ({"scale": 1, "lora_alpha": 3}, "set the same factor"),
         ({"r": 4, "base": LoraConfig(target_modules=["q_proj"])}, "base= is expanded as it is"),
         (
             {"base": LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")},
@@ -404,20 +412,20 @@ def test_bad_arguments_are_one_sentence(words: dict[str, Any], sentence: str) ->
 
 
 def test_dropout_does_not_go_with_parameters() -> None:
-    with pytest.raises(InputError, match=r"lora_dropout=0.1 does not go with target_parameters="):
+    with pytest.raises(InputError, match=r"lora_dropout=0.1 cannot be combined with target_parameters="):
         lora_config(tiny_model("mixtral"), experts=True, lora_dropout=0.1, verbose=False)
     assert lora_config(tiny_model("mixtral"), lora_dropout=0.1, verbose=False).lora_dropout == 0.1
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
 def test_inits_from_a_weight_do_not_go_with_experts(init: str) -> None:
-    with pytest.raises(InputError, match=f"init_lora_weights='{init}' reads the weight of a linear map"):
+    with pytest.raises(InputError, match=f"init_lora_weights='{init}' needs the weight of a linear map"):
         lora_config(tiny_model("mixtral"), experts=True, init_lora_weights=init, verbose=False)
     assert lora_config(tiny_model("mixtral"), init_lora_weights=init, verbose=False).init_lora_weights == init
 
 
 def test_layers_do_not_go_with_parameters() -> None:
-    with pytest.raises(InputError, match=r"layers_to_transform=\[0\] does not go with target_parameters"):
+    with pytest.raises(InputError, match=r"layers_to_transform=\[0\] cannot be combined with target_parameters"):
         lora_config(tiny_model("mixtral"), experts=True, layers_to_transform=[0], verbose=False)
 
 

@@ -18,7 +18,7 @@ import hfpatch
 from hfpatch.errors import InputError, RefusedError
 from hfpatch.lab.composites_lora import peft_all, peft_qv
 from hfpatch.lab.tiny import SpeechLLM, tiny_model
-from hfpatch.lora.expand import cannot_grow
+from hfpatch.lora.expand import why_no_new_parameters
 from hfpatch.model.survey import Survey
 from tests.fingerprint import fingerprint
 from tests.sampling import first_quick
@@ -443,13 +443,13 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a plain model": (lambda: tiny_model("llama"), r"no PEFT model with LoRA here .*hfpatch\.lora_config\(model\)"),
+    "a plain model": (lambda: tiny_model("llama"), r"no PEFT model with LoRA to expand.*hfpatch\.lora_config\(model\)"),
     "layers without a PEFT model": (
         lambda: inject_adapter_in_model(LoraConfig(target_modules=QV), tiny_model("llama")),
-        r"put in without a PEFT model around them .*lora_config\(model, base=config\)",
+        r"were injected without a PEFT model around .*lora_config\(model, base=config\)",
     ),
     "an expression": (lambda: lora(target_modules=r".*\.q_proj"), r"expression target_modules='\.\*\\\\\.q_proj'"),
-    "PiSSA": (lambda: lora(init_lora_weights="pissa"), "init_lora_weights='pissa', which takes the adapter out of"),
+    "PiSSA": (lambda: lora(init_lora_weights="pissa"), "init_lora_weights='pissa', which changes the base weights"),
     "OLoRA": (lambda: lora(init_lora_weights="olora"), "init_lora_weights='olora'"),
     "a merged adapter": (lambda: _merged(lora()), r"is merged into the base weights .*unmerge_adapter\(\) first"),
     "another kind": (
@@ -494,7 +494,7 @@ def test_an_adapter_of_the_experts_alone_is_expanded_in_their_blocks(name: str) 
 
 
 def test_an_adapter_there_is_not() -> None:
-    with pytest.raises(InputError, match="no adapter 'c'; the model has default"):
+    with pytest.raises(InputError, match="no adapter 'c'; want one of default"):
         expand(lora(), adapters=["c"])
 
 
@@ -503,7 +503,7 @@ def test_ddp_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     model = nn.parallel.DistributedDataParallel(lora())
     with pytest.raises(RefusedError, match=r"wrapped in DDP, .*expand the adapter first and wrap in DDP afterwards"):
         expand(model)
-    assert cannot_grow(Survey(model.module)) is None
+    assert why_no_new_parameters(Survey(model.module)) is None
     fix = expand(model.module)
     around = nn.parallel.DistributedDataParallel(model.module)
     hfpatch.revert(around)
@@ -517,7 +517,7 @@ def test_what_cannot_be_named_is_left_out_and_said() -> None:
     """In a Qwen3-MoE, gate_proj of the dense layer would be read as the experts when the adapter is loaded."""
     model = get_peft_model(tiny_model("qwen3_moe", mlp_only_layers=[0]), LoraConfig(r=2, target_modules=QV)).eval()
     fix = expand(model)
-    said = "PEFT would read the name gate_proj as the routed experts" in fix.plan.decisions[0].reason
+    said = "PEFT would take the name gate_proj for the routed experts" in fix.plan.decisions[0].reason
     assert said is reads_as_experts()
     assert adapted(model) == meant("qwen3_moe") | (set() if said else DENSE)
 

@@ -363,7 +363,7 @@ def test_functional_tanh_in_a_compiled_model_is_refused_in_the_plan() -> None:
     model = Model(Film(one_plus_functional))
     model.part.compile(backend="aot_eager")
     (found,) = hfpatch.plan(model, only="sigmoid*").decisions
-    assert (found.decided, "does not show to the patch, and is compiled" in found.reason) == ("refused", True)
+    assert (found.decided, "it is compiled and calls torch.nn.functional.tanh" in found.reason) == ("refused", True)
     h = torch.randn(2, 3, WIDTH)
     hfpatch.apply(model, include=ID, verbose=False)
     assert torch.allclose(model(h), h * (1 + torch.tanh(model.part.proj(h))), atol=1e-6)
@@ -638,7 +638,7 @@ def test_other_bounds_are_said_and_not_set_on_top() -> None:
 def test_names_that_match_nothing_or_no_modulation() -> None:
     with pytest.raises(InputError, match=r"no module's path matches 'nothing\.\*'"):
         apply(Model(Film(one_plus_torch)), modules=["nothing.*"])
-    with pytest.raises(RefusedError, match="no 1 was added to a tanh"):
+    with pytest.raises(RefusedError, match="a run of its forward added no 1 to a tanh"):
         apply(gated(tiny_model("llama")), modules=["model.layers.0.modulation"])
 
 
@@ -843,8 +843,8 @@ def test_a_modulation_beside_a_gelu_in_one_forward_is_said() -> None:
     (found,) = hfpatch.plan(Model(Both()), only="sigmoid*").decisions
     assert found.decided == "refused"
     assert found.reason == (
-        "'part' multiplies by 1 + tanh, and by another that is no modulation (it is a GELU): put one of them into a "
-        "module of its own"
+        "'part' multiplies by 1 + tanh, and has another that is not a modulation (it is a GELU): move one of them to a "
+        "separate module"
     )
     model = nn.ModuleDict({"a": Model(Both()), "b": Film(one_plus_torch)})
     fix = hfpatch.apply(model, include=ID, verbose=False)
@@ -873,11 +873,11 @@ class ByFactor(nn.Module):
 
 def test_a_sum_has_to_take_part_in_a_product() -> None:
     (found,) = hfpatch.plan(Model(Added(one_plus_torch)), only="sigmoid*").decisions
-    assert (found.decided, found.reason) == ("not needed", "no product with 1 + tanh was seen in added modules")
+    assert (found.decided, found.reason) == ("not needed", "no added module was seen to multiply by 1 + tanh")
     assert [e.path for e in hfpatch.plan(Model(ByFactor()), only=ID).edits] == ["part.factor"]
     (found,) = hfpatch.plan(nn.ModuleList([Factor(one_plus_torch), tiny_model("llama")]), only="sigmoid*").decisions
     assert found.decided == "refused"
-    assert "'0' gives 1 + tanh out: if that becomes a factor, name it" in found.reason
+    assert "'0' returns 1 + tanh: if that is used as a factor, name it" in found.reason
 
 
 class Root(nn.Module):

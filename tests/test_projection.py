@@ -267,7 +267,7 @@ def test_several_projectors_are_asked_about() -> None:
     assert found.decided == "refused"
     assert found.reason == (
         "several layers may be the projector: speech_proj.audio, speech_proj.image; "
-        'name those meant with options={"projection-init": {"modules": [\'speech_proj.audio\']}}'
+        'name one or more with options={"projection-init": {"modules": [\'speech_proj.audio\']}}'
     )
     fix = hfpatch.apply(model, only=ID, options=options(modules="speech_proj.*"), verbose=False)
     assert [(e.path, e.after.seed) for e in fix.edits if e.slot == "tensor weight"] == [
@@ -318,8 +318,8 @@ def test_lora_matrices_never_and_copies_of_peft_together() -> None:
 @pytest.mark.parametrize(
     ("projector", "says"),
     [
-        (nn.Linear(24, 48), "speech_proj puts out 48 features, the token embeddings of LlamaForCausalLM at "),
-        (nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 48)), "speech_proj.2 puts out 48 features"),
+        (nn.Linear(24, 48), "speech_proj has 48 output features, the token embeddings of LlamaForCausalLM at "),
+        (nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 48)), "speech_proj.2 has 48 output features"),
         (nn.Conv1d(24, 32, 3), "speech_proj is a Conv1d and holds no linear layer"),
     ],
 )  # fmt: skip
@@ -338,7 +338,7 @@ def test_weights_that_cannot_be_drawn_anew() -> None:
     model = SpeechLLM(tiny_model("llama"))
     nn.utils.parametrizations.weight_norm(model.speech_proj)
     assert decision(model).decided == "not needed"
-    assert "is computed from others" in decision(model, options=options(modules="speech_proj")).reason
+    assert "is computed from other parameters" in decision(model, options=options(modules="speech_proj")).reason
     model = SpeechLLM(tiny_model("llama"))
     model.twin = nn.Linear(24, 32)
     model.twin.weight = model.speech_proj.weight
@@ -371,9 +371,9 @@ def test_options_that_cannot_be_used(settings: dict[str, Any], says: str) -> Non
 
 
 def test_weights_that_are_not_loaded_and_several_language_models() -> None:
-    assert "are not loaded" in decision(SpeechLLM(tiny_model("llama")).to("meta")).reason
+    assert "are on meta (not loaded, or offloaded)" in decision(SpeechLLM(tiny_model("llama")).to("meta")).reason
     model = nn.ModuleDict({"proj": nn.Linear(24, 32), "a": tiny_model("llama"), "b": tiny_model("gpt2")})
-    assert "cannot be told: set the option backbone" in decision(model).reason
+    assert "is unknown: set the option backbone" in decision(model).reason
     assert decision(model, options=options(backbone="b")).decided == "applied"
 
 
@@ -443,11 +443,11 @@ def test_a_layer_nothing_speaks_for_can_be_named() -> None:
 def test_a_misfit_is_said_and_nothing_else_drawn() -> None:
     model = nn.ModuleDict({"proj": nn.Linear(24, 48), "prefix": nn.Linear(8, 32), "llm": tiny_model("llama")})
     found = decision(model)
-    assert (found.decided, found.reason[:26]) == ("refused", "proj puts out 48 features,")
+    assert (found.decided, found.reason[:28]) == ("refused", "proj has 48 output features,")
     model["speech"] = nn.Linear(24, 32)
     found = decision(model)
     assert {e.path for e in found.edits} == {"speech"}
-    assert "left as it is: proj puts out 48 features" in found.reason
+    assert "left as it is: proj has 48 output features" in found.reason
 
 
 class Gated(nn.Module):
@@ -489,8 +489,8 @@ def test_where_something_follows_the_layer_it_is_refused(make: Callable[[], nn.M
     assert found.decided == "refused" or isinstance(model.speech_proj, Refuses)
     assert not found.edits or found.decided == "opt-in"
     if not isinstance(model.speech_proj, Refuses):
-        assert "something follows it, so the size of the outputs is not set by its weight" in found.reason
-        with pytest.raises(RefusedError, match="something follows it"):
+        assert "another operation follows, so the weight does not set the size of the outputs" in found.reason
+        with pytest.raises(RefusedError, match="another operation follows"):
             hfpatch.apply(model, only=ID, options=options(modules="speech_proj"))
 
 

@@ -55,9 +55,9 @@ BAD_CONFIGS: dict[str, tuple[object, str]] = {
     "deep": ("[" * 100_000, "nested too deep"),
     "deep, within what json reads": ('{"a": ' + "[" * 900 + "]" * 900 + "}", "nested too deep"),
     "no model_type": ({"hidden_size": 32}, "has no model_type"),
-    "unknown model_type": (llama(model_type="lama"), "near names: llama"),
-    "model_type a number": (llama(model_type=5), "model_type 5 is not one"),
-    "model_type a list": (llama(model_type=["llama"]), "model_type ['llama'] is not one"),
+    "unknown model_type": (llama(model_type="lama"), "similar names: llama"),
+    "model_type a number": (llama(model_type=5), "does not have the model_type 5;"),
+    "model_type a list": (llama(model_type=["llama"]), "does not have the model_type ['llama']"),
     "adapter": ({"peft_type": "LORA"}, "PEFT adapter; name the base model"),
     "heads": (llama(num_attention_heads=5), "hidden size (32) is not a multiple of the number of attention heads (5)"),
     "no heads": (llama(num_attention_heads=0), "num_attention_heads is 0"),
@@ -70,15 +70,15 @@ BAD_CONFIGS: dict[str, tuple[object, str]] = {
     "no vocabulary": (llama(vocab_size=0), "vocab_size is 0; want at least 1"),
     "activation": (llama(hidden_act="nope"), "hidden_act is 'nope'"),
     "rope": (llama(rope_scaling={"rope_type": "nope"}), "rope_type is 'nope'"),
-    "dtype": (llama(dtype="flaot16"), "dtype 'flaot16' is no dtype of torch"),
-    "dtype a function": (llama(torch_dtype="load"), "torch_dtype 'load' is no dtype of torch"),
+    "dtype": (llama(dtype="flaot16"), "dtype 'flaot16' is not a torch dtype"),
+    "dtype a function": (llama(torch_dtype="load"), "torch_dtype 'load' is not a torch dtype"),
     "dtype of integers": (llama(dtype="int8"), "not a floating-point dtype"),
     "labels": (llama(id2label=5), "'int' object has no attribute 'items'"),
     "attention": (llama(attn_implementation="nope"), 'attn_implementation="nope"'),
-    "attention from the hub": (llama(attn_implementation="some/kernel"), "code from the hub (some/kernel)"),
+    "attention from the hub": (llama(attn_implementation="some/kernel"), "code on the hub (some/kernel)"),
     "attention from the hub, inside": (
         {"model_type": "gemma3", "text_config": {"_attn_implementation": {"": "some/kernel"}}},
-        "code from the hub (some/kernel)",
+        "code on the hub (some/kernel)",
     ),
     "backbone on the hub": (
         {"model_type": "dpt", "backbone": "no/such-backbone", "use_pretrained_backbone": True},
@@ -157,8 +157,8 @@ def test_sizes_of_real_models_pass() -> None:
 
 
 MISSING: dict[str, tuple[Any, str]] = {
-    "nothing": ("", "no model named"),
-    "blank": ("  ", "no model named"),
+    "nothing": ("", "the model's name is empty"),
+    "blank": ("  ", "the model's name is empty"),
     "absolute path": ("/no/such/directory", "no such directory or file"),
     "relative path": ("./no-such", "no such directory or file"),
     "path": (Path("no-such"), "no such directory or file"),
@@ -212,7 +212,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         load_config(weights)
     with weights.open("wb") as file:
         file.truncate(100 * 2**20)
-    with pytest.raises(InputError, match=r"104,857,600 bytes are no config\.json"):
+    with pytest.raises(InputError, match=r"104,857,600 bytes are too many for a config\.json"):
         load_config(weights)
 
 
@@ -315,7 +315,7 @@ def test_nothing_of_a_checkpoint_is_executed(tmp_path: Path, monkeypatch: pytest
         model = build_on_meta(load_config(directory, trust_remote_code=trust))
         assert type(model) is transformers.LlamaForCausalLM
     saved(directory, llama(model_type="own", auto_map=auto_map))
-    with pytest.raises(InputError, match=r"wants code of its own \(own\.OwnConfig\), which is not run"):
+    with pytest.raises(InputError, match=r"needs remote code \(own\.OwnConfig\), which was not run"):
         load_config(directory)
     assert not ran.exists()
 
@@ -376,7 +376,7 @@ def test_class(model_type: str, architectures: Any, expected: str) -> None:
 
 
 def test_no_class_for_a_part() -> None:
-    with pytest.raises(InputError, match=r"SamPromptEncoderConfig .* builds no model from it"):
+    with pytest.raises(InputError, match=r"SamPromptEncoderConfig .* has no model class for it"):
         build_on_meta(transformers.SamPromptEncoderConfig())
 
 

@@ -265,7 +265,7 @@ class TestCheckpoints:
             (folder / "config.json").write_text(json.dumps(config))
             (folder / "own.py").write_text("raise SystemExit('it ran')")
 
-        assert "code of its own" in bad(changed(edit))
+        assert "remote code" in bad(changed(edit))
         assert "is code from the hub" in bad(changed(lambda _: None), "--attention", "someone/attention")
 
     @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_wrapper_around_one_layer_only(ids: torch.Tensor) -> None:
         (CastsByHand, "model.layers.0 is a CastsByHand around the decoder layer: what it adds reads the stream in fl"),
         (Multiplies, "model.layers.0 is a Multiplies around the decoder layer: with a float32 stream and weights in "),
         (HandsOnHalf, "model.layers.0 is a HandsOnHalf around the decoder layer: it hands the stream on in float16"),
-        (Several, "model.layers.0 is a Several, which holds 2 decoder layers, and which of them it runs cannot be to"),
+        (Several, "model.layers.0 is a Several, which holds 2 decoder layers, and which of them it runs is unknown"),
     ],
 )
 def test_what_cannot_be_looked_through_says_why(make: Any, why: str, ids: torch.Tensor) -> None:
@@ -200,7 +200,7 @@ def test_a_final_norm_that_was_not_found_is_not_said_to_have_no_eps(make: Any, i
     model.model.layers[0].norm = nn.LayerNorm(32, eps=1e-4)
     said = decided(model, "eps-alignment")
     assert said.decided == "refused"
-    assert said.reason.startswith("which norm ends the backbone's stream cannot be told: ")
+    assert said.reason.startswith("the backbone's final norm was not found: ")
 
 
 def test_a_norm_of_a_wrapper_is_aligned(ids: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
-"""Where a model's blocks are, which submodel each belongs to, and what that submodel is there for.
+"""The blocks of a model, the submodel of each, and whether that is the language model, a tower or a projector.
 
-All paths are those of the model as it was before any adapter: what PEFT put in a module's place is looked
-through, because PEFT matches its target names against these paths.
+All paths are those of the model before any adapter, because PEFT matches its target names against these paths.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ VISION = re.compile(r"pixel|patches|image|video|vision|visual|vit|clip|vq")
 
 
 class Layout:
-    """The blocks of a model and whose they are. Changes nothing.
+    """The blocks of a model and their homes. Changes nothing.
 
-    A *home* is the path of what blocks belong to: a submodel, or a part of one with a config or a name of its own.
+    A *home* is the path of the submodel that a block belongs to, or of a part of it with its own config or name.
 
     Args:
-        given: A module, however wrapped, with adapters or without.
-        submodel: Path or architecture of the language model meant, where there are several.
+        given: A module, wrapped or not, with or without adapters.
+        submodel: Path or architecture of the language model, needed if there are several.
     """
 
     def __init__(self, given: object, submodel: str | None = None) -> None:
@@ -51,7 +50,7 @@ class Layout:
 
     @cached_property
     def models(self) -> dict[str, PreTrainedModel]:
-        """The submodels, by path."""
+        """Submodels by path."""
         return {s.path: s.model for s in self.survey.submodels}
 
     @cached_property
@@ -60,6 +59,7 @@ class Layout:
 
         Raises:
             NoEmbeddingError: There is none, or there are several and none is named.
+            NotAModelError: The object holds no torch module.
         """
         readers = {id(find_embedding(s.model)): s for s in self.survey.submodels if _reads_tokens(s)}
         if self.wanted is None and len(readers) > 1 and (main := self._main(readers)) is not None:
@@ -69,7 +69,7 @@ class Layout:
         return resolve(self.survey, self.wanted)[0]
 
     def _main(self, readers: dict[int, Submodel]) -> Submodel | None:
-        """Which of several token readers the model around them says is its text model."""
+        """Return the text model among several token readers, according to the model around them; None if unknown."""
         root = self.survey.submodels[0]
         if not all(inside(s.path, root.path) for s in self.survey.submodels):
             return None
@@ -78,32 +78,33 @@ class Layout:
             return readers.get(id(embedding))
         try:
             text: Any = root.model.config.get_text_config()
-        except ValueError:  # several, none of them the one
+        except ValueError:  # several text parts
             return None
         return next((s for s in reversed(readers.values()) if s.model.config is text), None)
 
     @cached_property
     def language_homes(self) -> frozenset[str]:
-        """Homes of the language model's blocks: of an encoder-decoder all that is no tower.
+        """Homes of the language model's blocks.
 
-        So too where a text model is nothing but submodels (a byte model around a transformer). Blocks that the model
-        around a language model has of its own, under no tower's name, work on its stream as well.
+        In an encoder-decoder, and in a text model that consists of submodels only (a byte model around a
+        transformer), these are all homes but towers and projectors. Blocks of the model around a language model
+        count too, if no name marks them as a tower's.
         """
         main = self.language
         around = [s for s in self.survey.submodels if inside(main.path, s.path)] if self.wanted is None else []
         root = around[0] if around else main
         within = [s for s in self.survey.submodels if inside(s.path, root.path)]
-        plain = [s for s in within if self.sense(s.path) is None]
+        plain = [s for s in within if self.part_kind(s.path) is None]
         if getattr(root.model.config, "is_encoder_decoder", False):
             return frozenset({main.path, *(s.path for s in plain)})
         if len(plain) == len(within) and root.path not in self.blocks:
             return frozenset({main.path, *(s.path for s in plain if find_embedding(s.model) is None)})
-        own = {root.path} if root.path in self.blocks and self.sense(root.path) is None else set[str]()
+        own = {root.path} if root.path in self.blocks and self.part_kind(root.path) is None else set[str]()
         return frozenset({main.path, *own})
 
     @cached_property
     def blocks(self) -> dict[str, tuple[str, ...]]:
-        """Paths of the blocks of each home: the items of its lists of layers."""
+        """Paths of the blocks by home: the items of its lists of layers."""
         with_map = _with_ancestors(self.sizes)
         with_norm = _with_ancestors(path for path, place in self.places.items() if is_norm(place.module))
         lists: dict[str, list[list[str]]] = {}
@@ -128,16 +129,16 @@ class Layout:
 
     @cached_property
     def _split(self) -> set[str]:
-        """Homes with a list for each part of a layer."""
+        """Homes with a separate list for each part of a layer (XLM)."""
         return set()
 
     def layer(self, block: str) -> str:
-        """What stands for the layer that a block is, or is a part of."""
+        """Return an identifier of the layer that a block is, or is a part of."""
         home = self.home(block)
         return f"{home}.{block.rpartition('.')[2]}" if home in self._split else block
 
     def _layers(self, home: str, found: list[list[str]]) -> tuple[str, ...]:
-        if not self.is_language(home):  # beside the layers of a tower, lists of single-norm items are its projectors
+        if not self.is_language(home):  # in a tower, lists of items with one norm are projectors
             norms = [sum(is_norm(self.places[p].module) for p in self.below(items[0])) for items in found]
             full = [items for items, count in zip(found, norms, strict=True) if count > 1]
             found = full or [max(found, key=len)]
@@ -145,14 +146,14 @@ class Layout:
 
     @cached_property
     def _holders(self) -> dict[str, str]:
-        """Path of the innermost submodel that each module lies in; empty outside all of them."""
+        """Path of the innermost submodel of each module; empty outside all submodels."""
         found: dict[str, str] = {}
         for path in self.places:
             found[path] = path if path in self.models else found.get(path.rpartition(".")[0], "")
         return found
 
     def _part(self, path: str) -> str:
-        """The home of a list of blocks: its submodel, or the part of that with another config or a tower's name."""
+        """Return the home of a list of blocks: its submodel, or a part of it with another config or a tower's name."""
         holder = self._holders[path]
         model = self.models.get(holder)
         if model is None:
@@ -172,7 +173,7 @@ class Layout:
         return holder
 
     def home(self, path: str) -> str:
-        """The home of a module: that of its block, or outside blocks its submodel's path."""
+        """Return the home of a module: that of its block, or the path of its submodel outside blocks."""
         block = self.block_of.get(path)
         return self._holders.get(path, "") if block is None else self.home_of_block[block]
 
@@ -182,15 +183,15 @@ class Layout:
         return {block: home for home, blocks in self.blocks.items() for block in blocks}
 
     def is_language(self, home: str) -> bool:
-        """Whether a home reads tokens, or holds what does."""
+        """True if a home is or contains a submodel that reads tokens."""
         return any(inside(path, home) for path in self._readers)
 
     @cached_property
     def _readers(self) -> tuple[str, ...]:
         return tuple(s.path for s in self.survey.submodels if _reads_tokens(s))
 
-    def sense(self, home: str) -> str | None:
-        """What a home is beside a language model: vision, audio, projector; None where it cannot be told."""
+    def part_kind(self, home: str) -> str | None:
+        """Return what a home is, apart from a language model: vision, audio, projector; None if unknown."""
         model, part = self.models.get(home), self.places[home].module
         kind = str(getattr(getattr(part, "config", None), "model_type", ""))
         if BRIDGE.search(f"{home.rpartition('.')[2]} {kind}".lower()):
@@ -208,7 +209,7 @@ class Layout:
 
     @cached_property
     def block_of(self) -> dict[str, str]:
-        """Path of the block that each module lies in, by the module's path."""
+        """Path of a module in a block -> path of the block."""
         heads = {block for blocks in self.blocks.values() for block in blocks}
         found: dict[str, str] = {}
         for path in self.places:
@@ -220,7 +221,7 @@ class Layout:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Where each path stands in the model's order."""
+        """Position of each path in the model's order."""
         return {path: i for i, path in enumerate(self.places)}
 
     @cached_property
@@ -228,7 +229,7 @@ class Layout:
         return list(self.places)
 
     def below(self, top: str) -> Iterator[str]:
-        """A path and those below it, in order."""
+        """Yield a path and the paths below it, in the model's order."""
         listed = self._listed
         for i in range(self.order[top], len(listed)):
             if not inside(listed[i], top):
@@ -236,7 +237,7 @@ class Layout:
             yield listed[i]
 
     def matrices_below(self, top: str) -> Iterator[tuple[str, int]]:
-        """Paths of linear maps and of holders of bare matrices at and below a path, each with its outputs."""
+        """Yield (path, output size) of linear maps, and of modules with bare matrices, at and below a path."""
         for path in self.below(top):
             if path in self.sizes:
                 yield path, self.sizes[path][1]
@@ -256,7 +257,7 @@ def _with_ancestors(paths: Iterable[str]) -> set[str]:
 
 
 def _reads_tokens(submodel: Submodel) -> bool:
-    """Whether a submodel has a token embedding; some vision towers hand out their patch positions as one."""
+    """True if a submodel has a token embedding; the patch positions that some vision towers return do not count."""
     embedding: Any = find_embedding(submodel.model)
     if embedding is None:
         return False

@@ -1,4 +1,4 @@
-"""A real `peft.LoraConfig` for this model: the targets from its structure, alpha from a scale."""
+"""A `peft.LoraConfig` for a model: the targets from its structure, alpha from a scale."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, NUMBER, SIZE, TEXT, optional, shown, want
-from hfpatch.lora.expand import adapted_through, expanded, homes_of
+from hfpatch.lora.expand import as_counted, expanded, homes_of
 from hfpatch.lora.matrices import Reading, check_scope
-from hfpatch.lora.names import Namer
+from hfpatch.lora.names import TargetNames
 from hfpatch.lora.targets import THROUGH, Coverage, LoraTargets, coverage_of, targets_of
 from hfpatch.report import say
 
@@ -23,7 +23,7 @@ TASKS = {
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
-"""PEFT's task by the end of a class's name; for these it also trains the new head."""
+"""End of a class's name -> PEFT's task type; for these tasks PEFT also trains the new head."""
 
 CHOSEN = ("target_modules", "target_parameters", "exclude_modules", "fan_in_fan_out")
 
@@ -41,27 +41,32 @@ def lora_config(
     verbose: bool = True,
     **kwargs: Any,
 ) -> LoraConfig:
-    """A `LoraConfig` that reaches every linear map of the scope and nothing else; says what it covers.
+    """Return a `LoraConfig` whose adapter covers the linear maps of the scope and nothing else.
 
-    `lora_alpha` is chosen through the scale the update is multiplied by, alpha/r (with `use_rslora` alpha/sqrt(r)),
-    because only the scale matters: with a fixed scale of 1 another `r` needs no other learning rate, where a
-    fixed alpha would shrink the update as `r` grows.
+    `lora_alpha` follows from the factor of the update, alpha/r (with `use_rslora` alpha/sqrt(r)), because only the
+    factor matters: with a fixed factor of 1, another `r` needs no other learning rate, but a fixed alpha would shrink
+    the update as `r` grows.
 
     Args:
-        model: As for `hfpatch.lora_targets`, like the four after `r`. Not changed.
+        model: As in `hfpatch.lora_targets`, like `scope` to `submodel`. Not changed.
         r: Rank; 16 if not given.
         scope: language | vision | audio | projector | all.
-        experts: Also the routed experts.
-        router: Also what chooses the experts.
-        submodel: Path or architecture of the language model meant, where there are several.
+        experts: Also adapt the routed experts.
+        router: Also adapt the routers.
+        submodel: Path or architecture of the language model, needed if there are several.
         scale: Factor of the update; 1 if neither it nor `lora_alpha` is given.
-        base: A config of your own to expand instead, before injection: a copy of it comes back that also
-            reaches the linear maps it misses in the blocks it targets. Nothing else in it changes.
-        verbose: Say on stderr (rank 0) what is covered and what the scale is.
-        kwargs: Further fields of `LoraConfig`. `layers_to_transform` also works where the targets are an expression.
+        base: Your own config, to expand it before injection: the result is a copy that also covers the linear maps
+            it misses in the blocks it targets. Its other fields stay.
+        verbose: Print the coverage and the scale to stderr (rank 0).
+        kwargs: Further fields of `LoraConfig`. `layers_to_transform` also works with a regular expression as target.
+
+    Returns:
+        The config, for `peft.get_peft_model`.
 
     Raises:
-        InputError: A field there is not, one that is chosen here, or a combination that PEFT cannot carry out.
+        InputError: A field is unknown or is chosen here, PEFT cannot apply the combination, or the scope has no target.
+        NoEmbeddingError: The model has no language model, or several and none is named.
+        NotAModelError: `model` holds no torch module.
     """
     want("lora_config", scope=(scope, TEXT), experts=(experts, FLAG), router=(router, FLAG), verbose=(verbose, FLAG))
     want("lora_config", submodel=(submodel, optional(TEXT)))
@@ -69,18 +74,18 @@ def lora_config(
     reading = Reading(model, submodel)
     if base is not None:
         if r is not None or scale is not None or kwargs:
-            raise InputError("base= is expanded as it is: set r, lora_alpha and other fields in it, not beside it")
+            raise InputError("base= is expanded as it is: set r, lora_alpha and other fields in it, not as arguments")
         beside = {"scope": scope if scope != "language" else None, "experts": experts, "router": router}
         if unread := [f"{name}={value!r}" for name, value in beside.items() if value]:
             raise InputError(
-                f"{', '.join(unread)} does not go with base=, which is expanded to the linear maps of the blocks it "
-                "reaches itself: name what else is meant in its target_modules or target_parameters"
+                f"{', '.join(unread)} cannot be combined with base=, which is expanded to the linear maps of the "
+                "blocks that it targets: add other targets to its target_modules or target_parameters"
             )
         return _from_base(reading, base, verbose)
     _check_fields(kwargs)
     rank = 16 if r is None else r
     if not SIZE.fits(rank):
-        raise InputError(f"r={shown(r)}: want a whole number of at least 1")
+        raise InputError(f"r={shown(r)}: want a positive integer")
     alpha = _alpha(rank, scale, kwargs)
     targets = targets_of(reading, scope, experts=experts, router=router)
     _check_parameters(targets, kwargs)
@@ -92,7 +97,9 @@ def lora_config(
     reached = _reached(reading, config) & {*targets.modules, *targets.parameters}
     if not reached:
         said = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
-        raise InputError(f"{said}: PEFT would adapt none of the {len(targets.modules)} linear maps of the scope")
+        raise InputError(
+            f"{said}: PEFT would adapt none of the {len(targets.modules)} linear maps of the scope; change these fields"
+        )
     if verbose:
         covered = coverage_of(reading, reading.matrices(scope), reached)
         say(_told(targets, config, len(reached), covered))
@@ -105,7 +112,7 @@ def _made(words: dict[str, Any]) -> LoraConfig:
     try:
         return LoraConfig(**words)
     except (ValueError, TypeError, ImportError) as error:
-        raise InputError(f"PEFT's LoraConfig refuses this: {str(error).strip()}") from error
+        raise InputError(f"PEFT's LoraConfig rejects these fields: {str(error).strip()}") from error
 
 
 def _check_fields(kwargs: dict[str, Any]) -> None:
@@ -118,40 +125,40 @@ def _check_fields(kwargs: dict[str, Any]) -> None:
                 f"{name}= is chosen from the model here; to start from your own, pass base=LoraConfig({name}=...)"
             )
         if name not in fields:
-            raise InputError(f"{name}=: this PEFT's LoraConfig has no such field")
+            raise InputError(f"{name}=: the LoraConfig of the installed PEFT has no such field; check its spelling")
 
 
 def _check_parameters(targets: LoraTargets, kwargs: dict[str, Any]) -> None:
-    """PEFT's wrapper of parameters takes neither dropout nor variants."""
+    """Raise for fields that PEFT cannot apply to `target_parameters`, such as dropout and variants of LoRA."""
     if not targets.target_parameters:
         return
     init = kwargs.get("init_lora_weights", True)
     if targets.parameters and not isinstance(init, bool) and init not in ("gaussian", "eva"):
         raise InputError(
-            f"init_lora_weights={init!r} reads the weight of a linear map, and routed experts or routers are none "
-            f"(target_parameters={list(targets.target_parameters)}); use True or 'gaussian'"
+            f"init_lora_weights={init!r} needs the weight of a linear map, which routed experts and routers do not "
+            f"have (target_parameters={list(targets.target_parameters)}); use True or 'gaussian'"
         )
     if kwargs.get("layers_to_transform") is not None:
         raise InputError(
-            f"layers_to_transform={kwargs['layers_to_transform']!r} does not go with target_parameters="
+            f"layers_to_transform={kwargs['layers_to_transform']!r} cannot be combined with target_parameters="
             f"{list(targets.target_parameters)}: PEFT would adapt these in every layer; leave it out"
         )
     for name in ("lora_dropout", "use_dora", "lora_bias"):
         if kwargs.get(name):
             why = f": {THROUGH}" if targets.through_parameters else " (routed experts or router)"
             raise InputError(
-                f"{name}={kwargs[name]} does not go with target_parameters={list(targets.target_parameters)}{why}; "
-                "leave it out"
+                f"{name}={kwargs[name]} cannot be combined with "
+                f"target_parameters={list(targets.target_parameters)}{why}; leave it out"
             )
 
 
 def _in_layers(reading: Reading, targets: LoraTargets, kwargs: dict[str, Any]) -> tuple[LoraTargets, dict[str, Any]]:
-    """Targets that are an expression with `layers_to_transform` said in it, as PEFT takes that for names only."""
+    """Apply `layers_to_transform` to targets that are a regular expression: PEFT supports it for names only."""
     layers = kwargs.get("layers_to_transform")
     if layers is None:
         return targets, kwargs
     if not all(isinstance(i, int) for i in (layers if isinstance(layers, Sequence) else [layers])):
-        raise InputError(f"layers_to_transform={layers!r}: want the index of a layer, or a list of such")
+        raise InputError(f"layers_to_transform={layers!r}: want the index of a layer, or a list of indices")
     if not isinstance(targets.target_modules, str):
         return targets, kwargs
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -160,26 +167,30 @@ def _in_layers(reading: Reading, targets: LoraTargets, kwargs: dict[str, Any]) -
     asked = _made({"target_modules": [path.rpartition(".")[2] for path in targets.modules], **fields})
     inside = tuple(path for path in targets.modules if check_target_module_exists(asked, path))
     if not inside:
-        raise InputError(f"layers_to_transform={layers!r}: no linear map of the scope lies in such a layer")
-    names, exclude = Namer(reading).names(inside)
+        raise InputError(
+            f"layers_to_transform={layers!r}: these layers have no linear map of the scope; choose other indices"
+        )
+    names, exclude = TargetNames(reading).names(inside)
     narrowed = dataclasses.replace(targets, target_modules=names, exclude_modules=exclude, modules=inside)
     return narrowed, {name: value for name, value in kwargs.items() if name not in fields}
 
 
 def _reached(reading: Reading, config: LoraConfig) -> set[str]:
-    """What the final config adapts: linear maps and parameters by their whole paths, all of its fields counted in."""
-    namer = Namer(reading)
-    return (namer.matched_by(config) or set[str]()) | adapted_through(reading, namer.parameters_by(config))
+    """Return the full paths of the linear maps and parameters that the final config adapts, by all of its fields."""
+    target_names = TargetNames(reading)
+    return (target_names.matched_by(config) or set[str]()) | as_counted(
+        reading, target_names.parameters_matched_by(config)
+    )
 
 
 def _alpha(rank: int, scale: float | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "lora_alpha" in kwargs:
         if scale is not None:
             alpha = shown(kwargs["lora_alpha"])
-            raise InputError(f"scale={shown(scale)} and lora_alpha={alpha} say the same thing twice; give one")
+            raise InputError(f"scale={shown(scale)} and lora_alpha={alpha} set the same factor; give one")
         if not _is_number(kwargs["lora_alpha"]):
             got = shown(kwargs["lora_alpha"])
-            raise InputError(f"lora_alpha={got}: want a number; scale= says the factor itself")
+            raise InputError(f"lora_alpha={got}: want a number; scale= sets the factor itself")
         return {}
     factor = 1.0 if scale is None else scale
     if not _is_number(factor) or factor <= 0:
@@ -193,7 +204,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _task(reading: Reading) -> str | None:
-    """PEFT's task type, where the class says it."""
+    """Return PEFT's task type for a model's class; None if it has none."""
     for cls in type(reading.frame).__mro__:
         for ending, task in TASKS.items():
             if cls.__name__.endswith(ending):
@@ -224,7 +235,7 @@ def _scale_line(config: LoraConfig) -> str:
     named = "lora_alpha/sqrt(r)" if root else "lora_alpha/r"
     return (
         f"hfpatch: the update is scaled by {named} = {config.lora_alpha:g}/{'sqrt' if root else ''}"
-        f"{f'({config.r})' if root else config.r} = {scale:g}; scale= sets it, another r keeps it"
+        f"{f'({config.r})' if root else config.r} = {scale:g}; scale= sets it, for any r"
     )
 
 
@@ -232,7 +243,7 @@ def _from_base(reading: Reading, base: LoraConfig, verbose: bool) -> LoraConfig:
     from peft import PeftConfig
 
     if not isinstance(base, PeftConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"base={shown(base)}: want a peft.LoraConfig; fields of one are given by name")
+        raise InputError(f"base={shown(base)}: want a peft.LoraConfig; pass single fields by name")
     try:
         config, added = expanded(reading, base)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Which modules are linear maps, and which of them an adapter would not work on."""
+"""Linear maps, and the reasons why an adapter would not work on one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfpatch.lora.places import Place
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """`(in, out)` of a linear map, quantised or GPT-2's Conv1D; None for anything else."""
+    """Return `(in, out)` of a linear map, also if quantised or GPT-2's Conv1D; None for other modules."""
     name = type(module).__name__
     if name == "Conv1D" and hasattr(module, "nf"):
         shape = tuple(module.weight.shape)  # pyright: ignore[reportArgumentType]
@@ -34,18 +34,18 @@ def features(module: nn.Module) -> tuple[int, int] | None:
 
 
 def refusal(kind: str, place: Place, parent: nn.Module) -> str:
-    """Why an adapter on a linear map would be refused or passed by; empty where it would work.
+    """Return why an adapter on a linear map would be refused or bypassed; empty if it would work.
 
     Args:
-        kind: The `model_type` of the module PEFT would be given.
+        kind: The `model_type` of the model that PEFT would be given.
         place: The linear map.
         parent: The module that holds it.
     """
     name = place.path.rpartition(".")[2]
     if isinstance(parent, nn.MultiheadAttention):
-        return "torch's MultiheadAttention multiplies by its weight itself, so an adapter would be passed by"
+        return "torch's MultiheadAttention uses its weight directly, which would bypass an adapter"
     if reads_weight(type(parent), name):
-        return f"{type(parent).__name__} reads {name}.weight itself in one of its paths, past an adapter"
+        return f"{type(parent).__name__} uses {name}.weight directly, which would bypass an adapter"
     if not _maps_as_linear(type(place.module), place.module):
         return f"the forward of {type(place.module).__name__} is not that of one linear map"
     return _refused_by_peft(kind, place, name)
@@ -53,14 +53,14 @@ def refusal(kind: str, place: Place, parent: nn.Module) -> str:
 
 @cache
 def reads_weight(cls: type, name: str) -> bool:
-    """Whether a class uses `self.<name>.weight` for more than its dtype or device, so that a wrapper is passed by."""
+    """True if a class uses the values of `self.<name>.weight`, which bypasses a wrapper, not just dtype or device."""
     if cls.__module__.startswith("torch."):
         return False
     return any(found == name for found in _weights_read(cls))
 
 
 _READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|is_cuda|split|shape)\b)(?!\[)")
-"""Whole weights used as values. Slices are the emulation of old tensor-parallel training, off by default."""
+"""Full weights used as values. Slices emulate old tensor-parallel training, which is off by default."""
 
 
 @cache
@@ -70,7 +70,7 @@ def _weights_read(cls: type) -> tuple[str, ...]:
 
 @cache
 def multiplies(cls: type, name: str) -> bool:
-    """Whether a class multiplies by its own parameter `self.<name>`, as a linear map does by its weight."""
+    """True if a class multiplies by its parameter `self.<name>`, as a linear map does by its weight."""
     product = r"(?:linear|matmul|einsum|bmm|baddbmm|addmm|mm)\("
     own = rf"self\.{re.escape(name)}\b"
     return re.search(rf"{product}[^()]*{own}|@ *{own}|{own}\.(?:T|t\(\)|transpose)|{own} *@", source(cls)) is not None
@@ -78,7 +78,7 @@ def multiplies(cls: type, name: str) -> bool:
 
 @cache
 def source(cls: type) -> str:
-    """Source of a class and of those of its bases that are not torch's; empty where there is none to read."""
+    """Return the source of a class and its bases, without torch's; empty if it cannot be read."""
     bases = [c for c in cls.__mro__ if c is not object and not c.__module__.startswith("torch.")]
     return "\n".join(_source_of(c) for c in bases)
 
@@ -88,7 +88,7 @@ def _source_of(cls: type) -> str:
     try:
         if "." in cls.__qualname__:
             return inspect.getsource(cls)
-        text = inspect.getsource(sys.modules[cls.__module__])  # of a class it parses its whole file, each time
+        text = inspect.getsource(sys.modules[cls.__module__])  # for a class, getsource parses the whole file each time
     except (OSError, TypeError, KeyError):
         return ""
     found = re.search(rf"^class {re.escape(cls.__name__)}\b.*?(?=^[^\s#)]|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -99,11 +99,11 @@ _LINEAR: dict[type, bool] = {}
 
 
 def _maps_as_linear(cls: type, module: nn.Module) -> bool:
-    """Whether a class derived from `nn.Linear` with a forward of its own still maps `[..., in]` to `[..., out]`."""
+    """True unless a subclass of `nn.Linear` has a forward that does not map `[..., in]` to `[..., out]`."""
     if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward:
         return True
     if not cls.__module__.startswith("transformers.models.") and not cls.__module__.startswith("transformers_modules."):
-        return True  # a quantised class: PEFT has a layer of its own for it, or takes it as a plain one
+        return True  # a quantised class: PEFT has a layer for it, or treats it as a plain one
     if cls not in _LINEAR:
         shell = copy.copy(module)
         shell.__dict__[PARAMETERS] = {
@@ -120,17 +120,17 @@ def _maps_as_linear(cls: type, module: nn.Module) -> bool:
 
 def _refused_by_peft(kind: str, place: Place, name: str) -> str:
     if refuses(name, kind):
-        return f"PEFT refuses {name} in a model of type {kind}"
+        return f"PEFT does not adapt {name} in a model of type {kind}"
     if place.wrapper is not None or isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
         return ""
     return _class_refused(place.module)
 
 
 def _class_refused(module: nn.Module) -> str:
-    """Ask PEFT for a layer around a module of a foreign class; the module itself stays as it is."""
+    """Return why PEFT has no layer for a module, by asking for one; empty if it has. The module is not changed."""
     try:
         with torch.random.fork_rng(devices=[]):
             layer_for(module)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError, KeyError):
-        return f"this PEFT has no layer for a {type(module).__name__}"
+        return f"the installed PEFT has no layer for {type(module).__name__}"
     return ""

@@ -1,7 +1,6 @@
-"""The linear maps that LoRA can adapt, and what each is for: told from structure, before and after injection.
+"""The matrices that LoRA can adapt, with their scope and kind, from the model's structure before or after injection.
 
-All paths are those of the model as it was before any adapter: what PEFT put in a module's place is looked
-through, because PEFT matches its target names against these paths.
+All paths are those of the model before any adapter, because PEFT matches its target names against these paths.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hfpatch.compat.modules import CONVOLUTIONS
 from hfpatch.errors import InputError
 from hfpatch.lora.blocks import Layout
 from hfpatch.lora.linear import multiplies, refusal
-from hfpatch.lora.moe import experts_of, is_shared, only_picks, routers_of
+from hfpatch.lora.moe import experts_of, is_indexer, is_shared, routers_of
 from hfpatch.lora.places import Place, own_parameters, without_adapter
 from hfpatch.model.norms import is_norm
 from hfpatch.model.walk import dims
@@ -30,11 +29,12 @@ class Matrix:
     """A weight matrix, or a stack of them: a linear map's, an expert's or a router's.
 
     Attributes:
-        path: Of the linear map, or of the parameter where `parameter` holds.
+        path: Path of the linear map, or of the parameter if `parameter` is True.
         kind: map | routed expert | router.
-        weights: How many numbers it has, unpacked where it is quantised.
+        weights: Number of elements, unpacked if quantised.
         block: Path of the block it lies in; None outside blocks.
-        refusal: Why PEFT or its module passes an adapter by; empty where nothing does.
+        parameter: Whether it is a bare parameter and not a linear map's weight.
+        refusal: Why an adapter on it would be refused or bypassed; empty if it would work.
     """
 
     path: str
@@ -46,25 +46,25 @@ class Matrix:
 
 
 class Reading(Layout):
-    """What the blocks of a model, and what lies between them, offer to LoRA. Changes nothing."""
+    """The matrices of a model, in blocks and outside. Changes nothing."""
 
     @cached_property
     def experts(self) -> dict[str, int]:
-        """Modules that hold routed experts, with how many."""
+        """Modules that hold routed experts: path -> number of experts."""
         return experts_of(self)
 
     @cached_property
     def routers(self) -> frozenset[str]:
-        """Modules that choose experts or weigh a shared one."""
+        """Paths of routers and of the gates of shared experts, with everything below them."""
         return routers_of(self, self.experts)
 
     def matrices(self, scope: str) -> list[Matrix]:
-        """Every matrix of a scope in the model's order, chosen or not."""
+        """Return every matrix of a scope, adaptable or not, in the model's order."""
         paths = self.block_of if scope in {"language", "vision", "audio"} else self.places
         return [m for path in paths if self._in_scope(path, scope) for m in self._at(path)]
 
     def matrices_of(self, homes: frozenset[str]) -> list[Matrix]:
-        """Every matrix in the blocks of the submodels at these paths."""
+        """Return every matrix in the blocks of these homes."""
         return [m for path in self.block_of if self.home(path) in homes for m in self._at(path)]
 
     @cached_property
@@ -88,7 +88,7 @@ class Reading(Layout):
                 yield Matrix(f"{path}.{name}", kind, parameter.numel(), block, parameter=True, refusal=why)
 
     def _bare(self, path: str, name: str, parameter: nn.Parameter) -> tuple[str, str]:
-        """Kind of a parameter in no linear map, and why it stays without an adapter; no kind where it is no matrix."""
+        """Return the kind of a bare parameter and why it cannot be adapted; ("", "") if it is not a matrix."""
         module, rank = self.places[path].module, parameter.dim()
         kind = "routed expert" if path in self.experts else "router" if path in self.routers else "map"
         shared = path in self.block_of and rank == 3 and is_shared(self, path)
@@ -98,30 +98,30 @@ class Reading(Layout):
                 return "", ""
             if rank > 2:
                 return "map", "a bare parameter, which PEFT would take for a stack of experts"
-            return "map", "a bare parameter and no linear map; PEFT takes it as target_parameters"
+            return "map", "a bare parameter, not a linear map; PEFT accepts it in target_parameters"
         return kind, "" if parameter.is_floating_point() else "PEFT wraps floating-point parameters only"
 
     def _refusal(self, place: Place) -> str:
         holder = place.path.rpartition(".")[0]
-        if (picks := self._picks(holder)) is not None:
-            return f"{picks} only picks positions: no gradient comes back to it"
+        if (indexer := self._indexer_class(holder)) is not None:
+            return f"{indexer} only selects positions, so it gets no gradient"
         return refusal(self._kind, place, self.places[holder].module)
 
     @cached_property
     def _kind(self) -> str:
         return str(getattr(getattr(self.frame, "config", None), "model_type", ""))
 
-    def _picks(self, path: str) -> str | None:
-        """Class of the indexer that a module of a block is, or lies in."""
-        if path not in self._pickers:
-            name = type(self.places[path].module).__name__ if only_picks(type(self.places[path].module)) else None
+    def _indexer_class(self, path: str) -> str | None:
+        """Return the class of the indexer that a module of a block is or lies in; None if it lies in none."""
+        if path not in self._indexer_classes:
+            name = type(self.places[path].module).__name__ if is_indexer(type(self.places[path].module)) else None
             if name is None and path in self.block_of:
-                name = self._picks(path.rpartition(".")[0])
-            self._pickers[path] = name
-        return self._pickers[path]
+                name = self._indexer_class(path.rpartition(".")[0])
+            self._indexer_classes[path] = name
+        return self._indexer_classes[path]
 
     @cached_property
-    def _pickers(self) -> dict[str, str | None]:
+    def _indexer_classes(self) -> dict[str, str | None]:
         return {}
 
     def _in_scope(self, path: str, scope: str) -> bool:
@@ -130,25 +130,25 @@ class Reading(Layout):
             if scope == "all":
                 return True
             home = self.home_of_block[block]
-            return home in self.language_homes if scope == "language" else scope == self._senses[home]
+            return home in self.language_homes if scope == "language" else scope == self._part_kinds[home]
         return scope in {"projector", "all"} and self._projects(path)
 
     @cached_property
-    def _senses(self) -> dict[str, str | None]:
-        return {home: self.sense(home) for home in self.blocks}
+    def _part_kinds(self) -> dict[str, str | None]:
+        return {home: self.part_kind(home) for home in self.blocks}
 
     def _projects(self, path: str) -> bool:
-        """Whether a module outside all blocks carries a tower's output towards the language model.
+        """True if a module outside all blocks carries a tower's output towards the language model.
 
-        It lies outside the language model and the towers, or in a tower, after its blocks, in a branch that
-        ends in the language model's width.
+        It lies outside the language model and the towers, or in a tower after its blocks, in a part whose last
+        matrix has the language model's width as output.
         """
         home, language = self.home(path), self.language.path
         if path == home:
             return False
         if home == language:
             return home == "" and path in self._outside_root
-        if self.sense(home) is None:
+        if self.part_kind(home) is None:
             return path not in self._outputs and not re.search(r"(^|[._])heads?(\.|$)", path[len(home) :])
         rest = path[len(home) :].strip(".").split(".")
         top = f"{home}.{rest[0]}" if home else rest[0]
@@ -162,12 +162,12 @@ class Reading(Layout):
 
     @cached_property
     def _outside_root(self) -> frozenset[str]:
-        """Modules added to a language model that is the whole object: none of its own blocks, head or embedding."""
+        """Paths of modules added to a language model that is the whole object."""
         return frozenset(p for p in self.survey.added if p in self.places)
 
     @cached_property
     def _outputs(self) -> frozenset[str]:
-        """Paths of heads: what a model's own `get_output_embeddings` gives."""
+        """Paths of output heads, from each submodel's `get_output_embeddings`."""
         heads: set[int] = set()
         for submodel in self.survey.submodels:
             try:
@@ -180,7 +180,7 @@ class Reading(Layout):
 
 
 def check_scope(scope: str) -> None:
-    """Raise for a scope there is not.
+    """Raise for an unknown scope.
 
     Raises:
         InputError: `scope` is none of `SCOPES`.

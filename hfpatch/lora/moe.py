@@ -1,4 +1,4 @@
-"""Routed experts, what chooses them, and what only picks positions: parts of a block that LoRA leaves alone."""
+"""Routed experts, routers and sparse-attention indexers: parts of a block that LoRA does not adapt by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfpatch.model.walk import dims
 
 
 def experts_of(layout: Layout) -> dict[str, int]:
-    """Modules that hold routed experts, with how many: stacked parameters, or a list of alike modules."""
+    """Return the modules that hold routed experts, as stacked parameters or a list of modules: path -> number."""
     found: dict[str, int] = {}
     for path in layout.block_of:
         module = layout.places[path].module
@@ -43,7 +43,7 @@ def experts_of(layout: Layout) -> dict[str, int]:
 
 
 def is_shared(layout: Layout, path: str) -> bool:
-    """Whether a module holds stacked experts that every token goes through."""
+    """True if a module holds stacked shared experts, which process every token."""
     name = path.rpartition(".")[2]
     if "shared" not in name or "expert" not in name:
         return False
@@ -51,7 +51,7 @@ def is_shared(layout: Layout, path: str) -> bool:
 
 
 def _counts(layout: Layout, path: str) -> frozenset[int]:
-    """Numbers of experts that the config of a module's home names."""
+    """Return the numbers of experts in the config of a module's home."""
     home = layout.home(path)
     model = layout.models.get(home)
     if model is None:
@@ -71,10 +71,10 @@ def _expert_values(values: dict[str, Any]) -> Iterator[int]:
 
 
 def routers_of(layout: Layout, experts: dict[str, int]) -> frozenset[str]:
-    """Modules that choose experts or weigh a shared one, and all in them.
+    """Return the paths of routers and of the gates of shared experts, with everything below them.
 
-    Those called routers, by their class or their place; and those beside experts, with an output for each, or one
-    in all.
+    A module counts if its name or class contains "router", or if it lies beside experts and has one output for each
+    of them, or one output in all.
     """
     found: set[str] = set()
     for path in layout.block_of:
@@ -87,7 +87,7 @@ def routers_of(layout: Layout, experts: dict[str, int]) -> frozenset[str]:
         holder = path.rpartition(".")[0]
         for name in children(layout.places[holder].module):
             child = f"{holder}.{name}" if holder else name
-            if child == path or child not in layout.places:  # not there: one module under two names
+            if child == path or child not in layout.places:  # one module under two names is listed once
                 continue
             outs = [out for _, out in layout.matrices_below(child)]
             if outs and (set(outs) <= {count, 1} or (name == "gate" and len(outs) == 1)):
@@ -96,6 +96,6 @@ def routers_of(layout: Layout, experts: dict[str, int]) -> frozenset[str]:
 
 
 @cache
-def only_picks(cls: type) -> bool:
-    """Whether a class is the indexer of a sparse attention: it picks positions, so no gradient comes back to it."""
+def is_indexer(cls: type) -> bool:
+    """True if a class is the indexer of a sparse attention: it selects positions, so it gets no gradient."""
     return "Indexer" in cls.__name__ and ".topk(" in source(cls)

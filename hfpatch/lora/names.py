@@ -1,4 +1,4 @@
-"""From intended matrices to what PEFT is told: the shortest names that match them and nothing else."""
+"""Target names for PEFT: the shortest that match the given matrices and nothing else."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Spec:
     """Arguments of a `LoraConfig`.
 
     Attributes:
-        target_modules: Names (ends of paths), or one regular expression for whole paths.
-        target_parameters: Ends of parameter paths.
-        exclude_modules: A regular expression for whole paths that the names would match too; None for none.
-        through_parameters: Linear maps that could only be named by their weight parameter.
+        target_modules: Names (suffixes of paths), or one regular expression for full paths.
+        target_parameters: Suffixes of parameter paths.
+        exclude_modules: A regular expression for full paths that the names match and must not; None if not needed.
+        through_parameters: Linear maps that can only be named by their weight parameter.
     """
 
     target_modules: tuple[str, ...] | str
@@ -36,25 +36,25 @@ class Spec:
     through_parameters: tuple[str, ...] = ()
 
 
-class Namer:
-    """What PEFT makes of target names in one model."""
+class TargetNames:
+    """Finds target names for one model, by PEFT's own matching."""
 
     def __init__(self, reading: Reading) -> None:
         self.frame: nn.Module = reading.frame
         self.places = reading.places
         self.keys: tuple[str, ...] = tuple(path for path in reading.places if path)
-        self._taken: dict[str, bool] = {}
+        self._rewritten: dict[str, bool] = {}
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """Whole paths of the parameters."""
+        """Full paths of the parameters."""
         return tuple(f"{path}.{name}" for path, place in self.places.items() for name in own_parameters(place.module))
 
     def converted(self, config: Any) -> Any:
-        """A copy of a config as PEFT rewrites it for this model before it matches; None where PEFT raises.
+        """Return a config as PEFT rewrites it for this model before matching; None if PEFT raises.
 
-        For some mixtures of experts PEFT reads names of older releases (gate_proj, w1) as the stacked
-        parameters of the routed experts.
+        For some mixtures of experts PEFT takes names of older releases (gate_proj, w1) for the stacked parameters of
+        the routed experts.
         """
         convert = _converter()
         if convert is None:
@@ -66,18 +66,18 @@ class Namer:
             return None
         return config
 
-    def taken(self, name: str) -> bool:
-        """Whether PEFT reads this name as something other than a module."""
+    def is_rewritten(self, name: str) -> bool:
+        """True if PEFT rewrites the last component of this name, so that it names something other than a module."""
         leaf = name.rpartition(".")[2]
-        if leaf not in self._taken:
+        if leaf not in self._rewritten:
             from peft import LoraConfig
 
             got = self.converted(LoraConfig(target_modules=[leaf]))
-            self._taken[leaf] = got is None or set(got.target_modules or ()) != {leaf}
-        return self._taken[leaf]
+            self._rewritten[leaf] = got is None or set(got.target_modules or ()) != {leaf}
+        return self._rewritten[leaf]
 
-    def _rewrites(self, leaves: set[str]) -> bool:
-        """Whether PEFT changes a list of these names in any way."""
+    def _rewrites_any(self, leaves: set[str]) -> bool:
+        """True if PEFT changes a list of these names in any way."""
         from peft import LoraConfig
 
         got = self.converted(LoraConfig(target_modules=sorted(leaves)))
@@ -85,7 +85,7 @@ class Namer:
 
     @cached_property
     def keeps_patterns(self) -> bool:
-        """Whether a regular expression reaches PEFT's matching as it was written."""
+        """True if PEFT matches a regular expression without rewriting it."""
         from peft import LoraConfig
 
         pattern = f"(?:{re.escape(self.keys[-1])})"
@@ -93,7 +93,7 @@ class Namer:
         return got is not None and got.target_modules == pattern
 
     def matched(self, names: Iterable[str]) -> set[str]:
-        """Modules that a list of names matches."""
+        """Return the modules that a list of names matches, without PEFT's rewriting."""
         wanted = set(names)
         leaves = {name for name in wanted if "." not in name}
         ends = tuple(wanted - leaves)
@@ -102,7 +102,7 @@ class Namer:
         return {key for key in self.keys if key.rpartition(".")[2] in leaves}
 
     def matched_by(self, config: Any) -> set[str] | None:
-        """Modules that a config matches, all of its fields and PEFT's rewriting counted in; None where PEFT raises."""
+        """Return the modules that a config matches, by all its fields and PEFT's rewriting; None if PEFT raises."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         got = self.converted(config)
@@ -112,24 +112,28 @@ class Namer:
             got = all_linear(copy.deepcopy(got), self.frame)
         return {key for key in self.keys if check_target_module_exists(got, key)}
 
-    def parameters_by(self, config: Any) -> set[str]:
-        """Parameters, by whole paths, that a config's `target_parameters` match, PEFT's rewriting counted in."""
+    def parameters_matched_by(self, config: Any) -> set[str]:
+        """Return the full paths of the parameters that a config's `target_parameters` match, with PEFT's rewriting."""
         got = self.converted(config)
         names: set[str] = set(getattr(got, "target_parameters", None) or ())
         return {path for path in self.parameters if _ends(path, names)} if names else set()
 
     def spec(self, modules: Sequence[str], parameters: Sequence[str]) -> Spec:
-        """The spec for linear maps and parameters given by their whole paths."""
+        """Return the spec for linear maps and parameters given by their full paths."""
         leaves = {path.rpartition(".")[2] for path in modules}
-        taken = {leaf for leaf in leaves if self.taken(leaf)} if leaves and self._rewrites(leaves) else set[str]()
-        direct = [path for path in modules if path.rpartition(".")[2] not in taken]
-        through = tuple(path for path in modules if path.rpartition(".")[2] in taken)
+        rewritten = (
+            {leaf for leaf in leaves if self.is_rewritten(leaf)}
+            if leaves and self._rewrites_any(leaves)
+            else set[str]()
+        )
+        direct = [path for path in modules if path.rpartition(".")[2] not in rewritten]
+        through = tuple(path for path in modules if path.rpartition(".")[2] in rewritten)
         named = self.parameter_names([*(f"{path}.weight" for path in through), *parameters])
         targets, exclude = self.names(direct)
         return Spec(targets, named, exclude, through)
 
     def names(self, wanted: Sequence[str]) -> tuple[tuple[str, ...] | str, str | None]:
-        """Names, or an expression, for modules; and what is to be excluded."""
+        """Return names or a regular expression that match modules, and an expression for the modules to exclude."""
         if not wanted:
             return (), None
         leaves = tuple(dict.fromkeys(path.rpartition(".")[2] for path in wanted))
@@ -144,13 +148,13 @@ class Namer:
         return leaves, pattern(sorted(extra, key=self.keys.index), self.keys)
 
     def suffixes(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """For each module the shortest end of its path that ends no path but those wanted."""
+        """Return, for each module, the shortest suffix of its path that no other module's path has."""
         others = {end for key in set(self.keys) - set(wanted) for end in _ends_of(key)}
         found = dict.fromkeys(next((e for e in _ends_of(p) if e not in others), p) for p in wanted)
         return tuple(found)
 
     def parameter_names(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """For each parameter the shortest end of its path, from its module on, that ends none but those wanted."""
+        """Return, for each parameter, the shortest suffix of module and parameter name that no other parameter has."""
         if not wanted:
             return ()
         others = {end for key in set(self.parameters) - set(wanted) for end in _ends_of(key)}
@@ -167,9 +171,9 @@ def _ends(key: str, names: set[str]) -> bool:
 
 
 def pattern(wanted: Sequence[str], keys: Iterable[str]) -> str:
-    r"""A regular expression that matches the wanted paths whole and no other key.
+    r"""Return a regular expression that matches the wanted paths and no other key.
 
-    Paths that differ in one index are one branch, with `\d+` where every such key is wanted.
+    Paths that differ in the first index form one branch, with `\d+` if every such key is wanted.
     """
     rest = set(keys) - set(wanted)
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}

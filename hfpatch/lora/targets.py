@@ -1,4 +1,4 @@
-"""Which modules LoRA should adapt in this model, as the shortest spec that PEFT turns into exactly these."""
+"""The modules that LoRA should adapt in a model, as the shortest target names that PEFT expands to exactly these."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, TEXT, optional, want
 from hfpatch.lora.matrices import Matrix, Reading, check_scope
-from hfpatch.lora.names import Namer
+from hfpatch.lora.names import TargetNames
 from hfpatch.model.walk import starred
 from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the blocks the adapted matrices are.
+    """The share of the blocks' weights and layers that is adapted.
 
     Attributes:
-        weights: Weights of the adapted matrices in blocks.
-        of_weights: Weights of all matrices in the blocks of the scope: linear maps, routers, routed experts.
-        layers: Blocks with at least one adapted matrix.
-        of_layers: Blocks.
-        of_experts: Weights of the routed experts among `of_weights`.
+        weights: Number of weights in the adapted matrices in blocks.
+        of_weights: Number of weights in all matrices of these blocks: linear maps, routers, routed experts.
+        layers: Number of layers with at least one adapted matrix.
+        of_layers: Number of layers.
+        of_experts: Number of the routed experts' weights, included in `of_weights`.
     """
 
     weights: int
@@ -33,7 +33,7 @@ class Coverage:
 
     @property
     def percent(self) -> float:
-        """Share of the blocks' weights, in percent; 0 where there are no blocks."""
+        """Adapted share of the blocks' weights, in percent; 0 without blocks."""
         return 100 * self.weights / self.of_weights if self.of_weights else 0.0
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ def _percent(value: float) -> str:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Matrices of the scope that are not adapted, with the reason."""
+    """Matrices of the scope that are not adapted: path with list indices replaced by `*`, number and reason."""
 
     path: str
     count: int
@@ -61,20 +61,20 @@ class LeftOut:
 
 @dataclass(frozen=True, repr=False)
 class LoraTargets(Shown):
-    """What to tell PEFT, and what it comes to. Printing it shows a table.
+    """Targets for a `LoraConfig`, and the modules they match. Printing it shows a table.
 
     Attributes:
         model: Class of the model.
-        scope: What was asked for.
+        scope: The scope that was requested.
         target_modules: For `LoraConfig`: names, or one regular expression.
-        target_parameters: For `LoraConfig`: parameters that are adapted (experts; maps that no name reaches).
-        exclude_modules: For `LoraConfig`: a regular expression; None where nothing has to be excluded.
-        modules: Whole paths of the linear maps meant, those reached through a parameter included.
-        parameters: Whole paths of the parameters meant.
-        through_parameters: Linear maps that PEFT reaches only by their weight parameter, which takes no dropout.
-        coverage: Share of the blocks' weights and layers.
-        left_out: What is not adapted, and why.
-        fan_in_fan_out: Whether the maps are GPT-2's Conv1D.
+        target_parameters: For `LoraConfig`: names of parameters (experts; maps that PEFT cannot match by name).
+        exclude_modules: For `LoraConfig`: a regular expression; None if not needed.
+        modules: Full paths of the linear maps to adapt, including those in `through_parameters`.
+        parameters: Full paths of the other parameters to adapt.
+        through_parameters: Linear maps that PEFT can adapt only by their weight parameter, without dropout.
+        coverage: Adapted share of the blocks' weights and layers.
+        left_out: Matrices of the scope that are not adapted, with the reason.
+        fan_in_fan_out: Whether all the linear maps are GPT-2's Conv1D.
     """
 
     model: str
@@ -90,7 +90,7 @@ class LoraTargets(Shown):
     fan_in_fan_out: bool
 
     def kwargs(self) -> dict[str, Any]:
-        """Arguments for `peft.LoraConfig`."""
+        """Return the arguments for `peft.LoraConfig`."""
         names = self.target_modules
         words: dict[str, Any] = {"target_modules": names if isinstance(names, str) else list(names)}
         if self.target_parameters:
@@ -102,7 +102,7 @@ class LoraTargets(Shown):
         return words
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return plain values for JSON."""
         return {
             "model": self.model,
             "scope": self.scope,
@@ -114,7 +114,7 @@ class LoraTargets(Shown):
         }
 
     def sheet(self) -> Sheet:
-        """As a table."""
+        """Return the targets as a table."""
         counts: dict[str, int] = {}
         for path in (*self.modules, *self.parameters):
             counts[starred(path)] = counts.get(starred(path), 0) + 1
@@ -128,8 +128,8 @@ class LoraTargets(Shown):
 
 
 THROUGH = (
-    "PEFT reads names such as gate_proj as the routed experts in this architecture, so linear maps of that name "
-    "are adapted through their weight parameter, which takes no lora_dropout"
+    "PEFT takes names such as gate_proj for the routed experts in this architecture, so linear maps of that name "
+    "are adapted through their weight parameter, without lora_dropout"
 )
 
 
@@ -141,24 +141,26 @@ def lora_targets(
     router: bool = False,
     submodel: str | None = None,
 ) -> LoraTargets:
-    """The modules LoRA should adapt, told from the model's structure.
+    """Return the modules that LoRA should adapt, from the model's structure.
 
-    By default every linear map of the language model's blocks: attention, MLP, shared experts, linear
-    attention; no routed experts, router, head, embedding, tower or projector. Maps that PEFT refuses or that
-    the model's code passes by are left out, with the reason. Changes nothing.
+    By default these are the linear maps of the language model's blocks: attention, MLP, shared experts, linear
+    attention; not routed experts, routers, heads, embeddings, towers or projectors. Maps on which PEFT refuses an
+    adapter, or where the model's code would bypass one, are left out, with the reason. Changes nothing.
 
     Args:
-        model: A module, however wrapped or quantised, with adapters or without; or a Trainer.
+        model: A module, also wrapped or quantised, with or without adapters; or a Trainer.
         scope: language | vision | audio | projector | all.
-        experts: Also the routed experts (in transformers 5 stacked parameters, so `target_parameters`).
-        router: Also what chooses the experts.
-        submodel: Path or architecture of the language model meant, where there are several.
+        experts: Also adapt the routed experts (stacked parameters in transformers 5, so `target_parameters`).
+        router: Also adapt the routers.
+        submodel: Path or architecture of the language model, needed if there are several.
 
     Returns:
-        The spec for `LoraConfig`, the whole paths it stands for, and the coverage. Prints as a table.
+        The arguments for `LoraConfig`, the full paths they match, and the coverage. Prints as a table.
 
     Raises:
-        InputError: No such scope, no language model, or nothing of that scope in this model.
+        InputError: The scope is unknown, or the model has no linear map of it that PEFT can adapt.
+        NoEmbeddingError: The model has no language model, or several and none is named.
+        NotAModelError: `model` holds no torch module.
     """
     want("lora_targets", scope=(scope, TEXT), experts=(experts, FLAG), router=(router, FLAG))
     want("lora_targets", submodel=(submodel, optional(TEXT)))
@@ -167,7 +169,7 @@ def lora_targets(
 
 
 def targets_of(reading: Reading, scope: str, *, experts: bool = False, router: bool = False) -> LoraTargets:
-    """The targets of a model that was read already; see `lora_targets`."""
+    """Return the targets from a `Reading` of a model; see `lora_targets`."""
     matrices = reading.matrices(scope)
     wanted = {"map": True, "routed expert": experts, "router": router}
     chosen = [m for m in matrices if wanted[m.kind] and not m.refusal]
@@ -175,12 +177,12 @@ def targets_of(reading: Reading, scope: str, *, experts: bool = False, router: b
     if not chosen:
         have = ", ".join(s.place for s in reading.survey.submodels) or "no transformers model"
         raise InputError(
-            f"scope={scope!r}: {name} has no linear map there that PEFT can adapt (found {have}); "
+            f"scope={scope!r}: {name} has no linear map of that scope that PEFT can adapt (found {have}); "
             "try another scope, or name the language model with submodel="
         )
     modules = tuple(m.path for m in chosen if not m.parameter)
     parameters = tuple(m.path for m in chosen if m.parameter)
-    spec = Namer(reading).spec(modules, parameters)
+    spec = TargetNames(reading).spec(modules, parameters)
     kinds = {type(reading.places[path].module).__name__ for path in modules}
     return LoraTargets(
         model=name,
@@ -198,7 +200,7 @@ def targets_of(reading: Reading, scope: str, *, experts: bool = False, router: b
 
 
 def coverage_of(reading: Reading, matrices: list[Matrix], adapted: set[str]) -> Coverage:
-    """Coverage of the blocks that these matrices lie in, by the adapted paths among them."""
+    """Return the coverage of the blocks that contain these matrices, given the adapted paths."""
     inside = [m for m in matrices if m.block is not None]
     homes = {reading.home(m.block) for m in inside if m.block is not None}
     blocks = {reading.layer(block) for home in homes for block in reading.blocks[home]}
@@ -213,7 +215,10 @@ def coverage_of(reading: Reading, matrices: list[Matrix], adapted: set[str]) -> 
 
 
 def _left_out(matrices: list[Matrix], wanted: dict[str, bool]) -> tuple[LeftOut, ...]:
-    unasked = {"routed expert": "routed experts; experts=True adds them", "router": "a router; router=True adds it"}
+    unasked = {
+        "routed expert": "routed experts; add them with experts=True",
+        "router": "a router; add it with router=True",
+    }
     counts: dict[tuple[str, str], int] = {}
     for m in matrices:
         reason = unasked[m.kind] if not wanted[m.kind] else m.refusal

@@ -1,4 +1,4 @@
-"""Modules that transformers' own code did not make."""
+"""Modules that were not created by transformers' own code."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hfpatch.model.walk import ADAPTERS, TOOL_PACKAGES, Submodel, Walk, inside, 
 from hfpatch.model.wrapping import plain
 
 Shape = frozenset[tuple[str, str]]
-"""(path with list indices made N, class name) of each module: a model's structure, whatever its depth."""
+"""(path with list indices replaced by N, class name) of each module: a model's structure without its depth."""
 
 
 def added_modules(walk: Walk, homes: Mapping[str, str]) -> dict[str, nn.Module]:
-    """Every added module by path: outside all submodels, in a user's subclass, or put into a stock model.
+    """Return every added module by path: outside all submodels, in a user's subclass, or inserted into a stock model.
 
-    Found by building the nearest transformers class from the config on meta and comparing; plus what the
-    caller named. Adapters and wrappers of tool packages (peft, accelerate) are not added modules.
+    The nearest transformers class is built from the config on meta and compared; modules that the caller named are
+    included. Adapters and wrappers of tool packages (peft, accelerate) are not added modules.
 
     Args:
-        walk: Over the object that the caller passed.
-        homes: Paths of the layers that users' modules hold, each with its path in the stock model.
+        walk: Walk over the object that the caller passed.
+        homes: Paths of the layers inside users' modules -> their paths in the stock model.
 
     Raises:
-        InputError: A name in `added_modules=` matches no module.
+        InputError: An item of `added_modules=` is not a path or module, or is not part of the model.
     """
     added: dict[str, nn.Module] = {}
     for submodel in walk.outermost_built:
@@ -49,10 +49,10 @@ def added_modules(walk: Walk, homes: Mapping[str, str]) -> dict[str, nn.Module]:
 
 
 def named_by_caller(walk: Walk) -> Iterable[str]:
-    """Paths of the modules that `added_modules=` names.
+    """Yield the paths of the modules that `added_modules=` names.
 
     Raises:
-        InputError: A name matches nothing, or is no name.
+        InputError: An item is not a path or module, matches no path, or is not part of the model.
     """
     wanted: Any = walk.named_by_caller
     if wanted is not None and not isinstance(wanted, (str, nn.Module, list, tuple, set)):
@@ -70,7 +70,7 @@ def named_by_caller(walk: Walk) -> Iterable[str]:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a module outside all submodels is the user's: not a wrapper of a tool package."""
+    """True if a module outside all submodels counts as added: a torch layer or a user's class, no wrapper."""
     home = type(module).__module__
     is_layer = home.startswith("torch.nn.modules.") and not isinstance(
         module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -88,15 +88,15 @@ def _differing(walk: Walk, submodel: Submodel, homes: Mapping[str, str]) -> Iter
     if shallow is not None and kinds <= shallow:
         return
     full = reference(cls, submodel.model.config, shallow=False)
-    if full is None:  # its own class rejects the config: what was added cannot be told, only named
+    if full is None:  # its class rejects the config: only modules that the caller names count as added
         return
     yield from ((path, module) for key, path, module in live if key not in full)
 
 
 def _live(walk: Walk, submodel: Submodel, homes: Mapping[str, str]) -> list[tuple[tuple[str, str], str, nn.Module]]:
-    """The submodel's modules as a reference build would name them, without adapters and what they hold.
+    """Return (key in a reference build, path, module) of the submodel's modules, without adapters and their contents.
 
-    What PEFT holds as `modules_to_save` runs in the place of the module it was copied from, and counts as it.
+    PEFT's copies in `modules_to_save` run in place of the original module, and have its key.
     """
     out: list[tuple[tuple[str, str], str, nn.Module]] = []
     start = len(submodel.path) + 1 if submodel.path else 0
@@ -115,7 +115,7 @@ def _live(walk: Walk, submodel: Submodel, homes: Mapping[str, str]) -> list[tupl
 
 
 def _class_name(module: nn.Module) -> str:
-    # The submodel's own class may be a user's subclass; linear layers may be quantised ones.
+    # The submodel's class may be a user's subclass, and its linear layers may be quantised.
     if isinstance(module, PreTrainedModel):
         return "PreTrainedModel"
     return "Linear" if isinstance(module, nn.Linear) else type(module).__name__.removeprefix("FSDP")
@@ -126,11 +126,11 @@ def _generic(path: str) -> str:
 
 
 def reference(cls: type[PreTrainedModel], config: PreTrainedConfig, *, shallow: bool) -> Shape | None:
-    """Structure of a class built from a config on meta; `shallow` cuts the number of layers first.
+    """Return the structure of a class built from a config on meta; `shallow` reduces the number of layers first.
 
-    None where the class rejects the config.
+    None if the class rejects the config.
 
-    Memory and time: no weights; 20-200 ms for a deep model in full, a few ms shallow. Cached.
+    Memory and time: no weights; 20-200 ms for a deep model in full, a few ms if shallow. Cached.
     """
     return _built(cls, config.to_json_string(use_diff=False), _Config(config), shallow)
 
@@ -157,7 +157,7 @@ def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: boo
         try:
             if shallow:
                 cut_layers(config)
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some classes still draw on the CPU
                 built = cls(config)
         except (*REJECTIONS, NotImplementedError):
             continue
@@ -166,7 +166,7 @@ def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: boo
 
 
 def cut_layers(config: PreTrainedConfig) -> None:
-    """Shorten a deep config in place, sub-configs too, to the fewest layers that show each kind of layer."""
+    """Reduce the layers of a deep config and its sub-configs, in place, to the fewest with each kind of layer."""
     _cut(config)
     for key in config.sub_configs:
         if isinstance(part := getattr(config, key, None), PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""The attention of a submodel: which modules compute it, by what function, with what extras."""
+"""The attention of a submodel: its modules, their eager function, soft-caps, sinks and the implementation in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfpatch.compat.implementation import chosen
 from hfpatch.model.walk import Submodel, Walk
 
 EAGER = "eager_attention_forward"
-"""Name that transformers gives to each model file's own eager attention."""
+"""Name of the eager attention function in transformers' model files."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,10 @@ class Attention:
     """One module that computes attention through transformers' `AttentionInterface`.
 
     Attributes:
-        eager: The function it runs when the implementation is `eager`.
-        sinks: Whether each head has a learned logit that takes part in the softmax and attends to nothing.
+        path: Path of the module.
+        module: The module.
+        eager: The function it calls if the implementation is `eager`.
+        sinks: Whether it has sinks: a learned logit per head that takes part in the softmax and attends to no token.
     """
 
     path: str
@@ -35,7 +37,7 @@ class Attention:
 
 
 def attentions(walk: Walk, submodel: Submodel) -> list[Attention]:
-    """Attention modules of a submodel's own, those of submodels inside it left out."""
+    """Return the attention modules of a submodel, without those of submodels inside it."""
     out: list[Attention] = []
     for path, module in walk.own(submodel):
         eager = eager_function(type(module))
@@ -47,7 +49,7 @@ def attentions(walk: Walk, submodel: Submodel) -> list[Attention]:
 
 @cache
 def eager_function(cls: type[nn.Module]) -> Callable[..., Any] | None:
-    """The eager attention of a class whose forward looks its attention up in `AttentionInterface`; else None."""
+    """Return the eager attention of a class whose forward uses `AttentionInterface`; None for other classes."""
     forward: Any = inspect.unwrap(cls.forward)
     code = getattr(forward, "__code__", None)
     if code is None or "get_interface" not in code.co_names:
@@ -57,7 +59,7 @@ def eager_function(cls: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def softcap(config: Any) -> float | None:
-    """The bound that a config puts on attention logits by `cap * tanh(logits / cap)`; None where there is none."""
+    """Return a config's `cap` of the attention logits, `cap * tanh(logits / cap)`; None if it sets none."""
     for name in ("attn_logit_softcapping", "attention_logit_cap", "attn_logit_softcap"):
         value = getattr(config, name, None)
         if isinstance(value, (int, float)) and value:
@@ -66,10 +68,10 @@ def softcap(config: Any) -> float | None:
 
 
 def implementation(submodel: Submodel) -> str:
-    """Name of the attention implementation in use."""
+    """Return the name of the attention implementation in use."""
     return str(chosen(submodel.model.config))
 
 
 def exists(name: str) -> bool:
-    """Whether transformers has an attention implementation of that name, or may load it from the hub."""
+    """True if transformers has an attention implementation of that name, or may load it from the hub."""
     return name == "eager" or "/" in name or name in AttentionInterface().valid_keys()

@@ -1,4 +1,4 @@
-"""The source of functions, as a tree."""
+"""The source of functions, as a syntax tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def tree_of(function: Any) -> ast.stmt | None:
-    """The definition of a function, made anew at each call; None where its source cannot be read."""
+    """Parse and return the definition of a function; None if its source cannot be read."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
     except (OSError, TypeError, SyntaxError):
@@ -18,5 +18,5 @@ def tree_of(function: Any) -> ast.stmt | None:
 
 
 def is_self(node: ast.AST) -> bool:
-    """Whether a node is the name `self`."""
+    """True if a node is the name `self`."""
     return isinstance(node, ast.Name) and node.id == "self"

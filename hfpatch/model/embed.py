@@ -1,4 +1,4 @@
-"""One resolver for the token embedding, through every wrapper and for every submodel."""
+"""Finds the token embedding, through every wrapper and for every submodel."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from hfpatch.model.walk import Submodel, Walk
 
 
 def embed_tokens(model: object, submodel: str | None = None) -> nn.Module:
-    """The module to call with token ids.
+    """Return the token embedding of a model.
 
-    Calling it gives what the model itself uses: LoRA, trainable tokens and a scale inside the module
-    (Gemma 3) included, so nothing is to be multiplied by hand. For the weight, read `.weight` of it.
+    Calling it gives the embeddings that the model itself computes with it, including LoRA, trainable tokens and a
+    scale inside the module (Gemma 3): do not multiply again. Its weight is `.weight`.
 
     Args:
-        model: A module, however wrapped (PEFT, DDP, DataParallel, compile), or a Trainer.
-        submodel: Path or architecture of the submodel meant, where there are several.
+        model: A module, also inside wrappers (PEFT, DDP, DataParallel, torch.compile), or a Trainer.
+        submodel: Path or architecture of the submodel, needed if several have an embedding.
 
     Returns:
         A module that maps ids `[...]` to embeddings `[..., hidden]`.
 
     Raises:
-        NoEmbeddingError: No submodel has a token embedding, or several do and none was named.
+        NoEmbeddingError: No submodel has a token embedding, several do and none was named, or the name matches none.
+        NotAModelError: `model` holds no torch module.
     """
     want("embed_tokens", submodel=(submodel, optional(TEXT)))
     return resolve(Walk(model), submodel)[1]
 
 
 def resolve(walk: Walk, wanted: str | None = None) -> tuple[Submodel, nn.Module]:
-    """The submodel and its token embedding; see `embed_tokens`."""
+    """Return the submodel and its token embedding; see `embed_tokens`."""
     candidates = [(s, e) for s in walk.submodels if (e := find_embedding(s.model)) is not None]
     if wanted is not None:
         named = [(s, e) for s, e in candidates if wanted in (s.path, s.architecture)]
         if len(named) == 1:
             return named[0]
         have = ", ".join(f"{s.path or '(root)'} ({s.architecture})" for s, _ in candidates) or "none"
-        raise NoEmbeddingError(f"submodel {wanted!r}: want the path or architecture of one of: {have}")
+        raise NoEmbeddingError(f"submodel={wanted!r}: want the path or architecture of one of: {have}")
     if not candidates:
         held = ", ".join(s.place for s in walk.submodels) or f"{type(walk.root).__name__}, no transformers model"
         raise NoEmbeddingError(f"no token embedding here: found {held}; only a language model has one")
     distinct = {id(e): (s, e) for s, e in candidates}  # the innermost submodel of each embedding
-    if len(distinct) > 1:  # an encoder-decoder beside an LLM (a speech encoder) is not the LLM
+    if len(distinct) > 1:  # an encoder-decoder beside a language model is a speech encoder
         decoders = {k: v for k, v in distinct.items() if not getattr(v[0].model.config, "is_encoder_decoder", False)}
         distinct = decoders if len(decoders) == 1 else distinct
     if len(distinct) > 1:
@@ -56,7 +57,7 @@ def resolve(walk: Walk, wanted: str | None = None) -> tuple[Submodel, nn.Module]
 
 
 def find_embedding(model: PreTrainedModel) -> nn.Module | None:
-    """A transformers model's own token embedding; None if it has none (a vision or audio tower)."""
+    """Return the token embedding of a transformers model; None if it has none (a vision or audio tower)."""
     getter: Any = type(model).get_input_embeddings
     try:
         found = getter(model)
@@ -69,25 +70,25 @@ def find_embedding(model: PreTrainedModel) -> nn.Module | None:
 
 
 def is_token_embedding(module: nn.Module) -> bool:
-    """Whether a module maps ids to vectors: an `nn.Embedding`, or an adapter around one."""
+    """True if a module maps ids to vectors: an `nn.Embedding`, or an adapter around one."""
     if isinstance(module, nn.Embedding):
         return True
     parts = list(module.modules())
     if any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in parts):
-        return False  # patches of an image, with embeddings of their positions
+        return False  # image patches with position embeddings
     inner = [m for m in parts if isinstance(m, nn.Embedding)]
     weight = getattr(module, "weight", None)
     return bool(inner) and (weight is None or (isinstance(weight, torch.Tensor) and weight.dim() == 2))
 
 
 class InputEmbeddings:
-    """A `get_input_embeddings` for an object that has none of its own: asks the resolver at each call."""
+    """A `get_input_embeddings` for an object without one: finds the token embedding at each call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self) -> nn.Module:
-        """The module to call with token ids."""
+        """Return the token embedding."""
         return resolve(Walk(self.model))[1]
 
     def __eq__(self, other: object) -> bool:

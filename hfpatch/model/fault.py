@@ -1,4 +1,4 @@
-"""Which field of a config made its model's class fail: found by building once more and noting what is read."""
+"""Finds the config field that made a model class fail, by building again and recording the fields it reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 Read = tuple[str, str, Any]
-"""(dotted path of a config within the outermost one, key, value)"""
+"""(dotted path of a sub-config, with a final dot, or empty; key; value)"""
 
 MISSING = object()
 _STAND_INS: tuple[Any, ...] = (64, {}, [0])
-"""What a field that is None might have been: a size, a table, a list."""
+"""Values tried in place of None: a size, a table, a list."""
 _TRIES = 8
 
 
@@ -25,18 +25,18 @@ def field_at_fault(
     error: Exception,
     failures: tuple[type[Exception], ...],
 ) -> str:
-    """The field that a build failed on, as words: `text_config.head_dim is None`.
+    """Return the field that made a build fail, as a phrase: `text_config.head_dim is None`.
 
-    A field that is None counts where another value in its place changes how the build ends.
+    A field that is None counts if another value in its place changes how the build ends.
 
     Args:
-        config: What was built from; copied, not changed.
-        build: Builds the model. Runs again, at most some twenty times, each to where it fails.
-        error: What it raised.
-        failures: What it may raise.
+        config: The config of the failed build; copied, not changed.
+        build: Builds the model; called at most 25 times more.
+        error: The exception it raised.
+        failures: Exceptions it may raise.
 
     Returns:
-        Words, or nothing where no field speaks for itself.
+        The phrase; empty if no field was found.
     """
     reads = _reads(config, build, failures)
     text = str(error)
@@ -54,7 +54,7 @@ def field_at_fault(
 
 
 def _table_without(key: object, read: Read) -> str:
-    """The table that was read last, where it lacks a key and does not hold it as a value, to be looked up elsewhere."""
+    """Return the table read last, as a phrase, if it has the key neither as a key nor as a value; else empty."""
     path, name, table = read
     if not isinstance(table, Mapping) or key in table or key in table.values():
         return ""
@@ -88,7 +88,7 @@ def _that_is_none(
 def _reads(
     config: PreTrainedConfig, build: Callable[[PreTrainedConfig], object], failures: tuple[type[Exception], ...]
 ) -> list[Read]:
-    """What is read of a config and its parts until the build fails, in order."""
+    """Return the fields of a config and its sub-configs that a build reads until it fails, in order."""
     reads: list[Read] = []
     watched = copy.deepcopy(config)
     _watch(watched, "", reads)
@@ -98,7 +98,7 @@ def _reads(
 
 
 def _watch(config: PreTrainedConfig, path: str, reads: list[Read]) -> None:
-    """Note what is read of this copy of a config: it gets a class of its own, of the same name."""
+    """Record the fields read from this config and its sub-configs; their class becomes a subclass of the same name."""
     cls = type(config)
 
     def note(self: Any, key: str) -> Any:

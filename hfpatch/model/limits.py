@@ -1,4 +1,4 @@
-"""Sizes no model has: caught before a config class or a model class spends time and memory on them."""
+"""Sizes that no model has, rejected before a config or model class spends time and memory on them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"size|dim|vocab|channels|d_model|d_ff|positions?(_|$)|embeddings|^n_(embd|ctx|inner)$"), 100_000_000),
     (re.compile(r"^(n|num)_"), 1_000_000),
 )
-"""(config keys, largest value): the first that matches counts. Layers and the like are built one by one,
-`num_labels` becomes a dictionary; a size alone costs nothing on meta, but overflows."""
+"""(config keys, largest value), the first match counts. Layers and the like are built one by one, and `num_labels`
+becomes a dictionary; other sizes cost nothing on meta, but overflow."""
 
 _AT_LEAST = {"vocab_size": 1, "num_hidden_layers": 0}
-"""Values below these build without an error and make a model of nothing."""
+"""Smallest values: below these a class builds an empty model without an error."""
 
 _SIZES = re.compile(r"(_size|_dim|_layers|_heads|_experts|^d_model|^n_embd|^n_head|^n_layer)$")
 
 
 def check_sizes(values: Mapping[str, Any], name: str) -> None:
-    """Refuse a config, or a sub-config in it, that asks for absurd sizes.
+    """Reject a config if a size in it, or in a sub-config, is beyond the limits.
 
     Raises:
-        InputError: Names the key and its value.
+        InputError: A size is too large or too small; the message has its key and value.
     """
     for path, key, value in _numbers(values):
         if value < _AT_LEAST.get(key, -math.inf):
@@ -41,7 +41,7 @@ def check_sizes(values: Mapping[str, Any], name: str) -> None:
 
 
 def suspects(values: Mapping[str, Any], error: BaseException) -> Iterator[tuple[str, Any]]:
-    """Fields that may be why a class raised `error`: sizes below 1, and the text that a table has no entry for."""
+    """Yield the fields that may have caused `error`: sizes below 1, and a text that is the key of a KeyError."""
     for path, key, value in _leaves(values):
         if isinstance(value, str):
             if isinstance(error, KeyError) and error.args == (value,):
@@ -55,7 +55,7 @@ def _numbers(values: Any) -> Iterator[tuple[str, str, float]]:
 
 
 def _leaves(value: Any, path: str = "", key: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
-    """Every number and text in a config, its sub-configs and lists: (dotted path, key, value)."""
+    """Yield (dotted path, key, value) of every number and text in a config, its sub-configs and lists."""
     if isinstance(value, (int, float, str)):
         if not isinstance(value, bool):
             yield path, key, value

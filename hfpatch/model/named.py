@@ -1,4 +1,4 @@
-"""Modules that an option names: by path, by glob, or as the modules themselves."""
+"""Modules and submodels that an option names: by path, by glob, or as modules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hfpatch.model.survey import Survey
 
 
 def paths(survey: Survey, wanted: Any, option: str) -> tuple[str, ...]:
-    """Paths of the modules meant, in the order they are named, none twice.
+    """Return the paths of the modules that an option names, in its order, without duplicates.
 
     Args:
-        survey: Of the model.
+        survey: Survey of the model.
         wanted: A path, glob or module, or a list of them.
-        option: Names it in errors, e.g. `projection-init: modules`.
+        option: The option's name for errors, e.g. `projection-init: modules`.
 
     Raises:
-        InputError: It is none of these, a name matches nothing, or a module is not part of this model.
+        InputError: `wanted` is none of these, a name matches no path, or a module is not part of this model.
     """
     items: Any = [wanted] if isinstance(wanted, (str, nn.Module)) else wanted
     if not isinstance(items, (list, tuple, set, frozenset)):
@@ -42,7 +42,7 @@ def paths(survey: Survey, wanted: Any, option: str) -> tuple[str, ...]:
 
 
 def check_submodel(survey: Survey, wanted: Any, option: str) -> None:
-    """Check that an option names one submodel, by path or architecture, or is None.
+    """Check that an option is None or names exactly one submodel, by path or architecture.
 
     Raises:
         InputError: It names none, or several.

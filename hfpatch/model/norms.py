@@ -1,4 +1,4 @@
-"""Normalisation layers: which modules are one, where their eps is, and whether they were ever trained."""
+"""Normalisation layers: how they are recognised, which attribute holds their eps, and whether they are untrained."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hfpatch.compat.modules import BATCH_NORMS
 from hfpatch.model.walk import dims
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
-"""Attribute names of eps, by how often transformers' models use them."""
+"""Attribute names of eps, the most common first."""
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises over features: a LayerNorm or RMSNorm, torch's, transformers' or hand-written.
+    """True if a module normalises over features: a LayerNorm or RMSNorm, torch's, transformers' or hand-written.
 
-    Batch and group norms are not meant; nor are containers that merely have "norm" in their name.
+    Batch norms, group norms and containers with "norm" in their class name do not count.
     """
     name = type(module).__name__.lower()
     if "norm" not in name and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -32,7 +32,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def acts_as_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, or a wrapper that holds nothing but norms (PEFT's, torch.compile's)."""
+    """True if a module is a norm, or a wrapper of PEFT or torch.compile that holds only norms."""
     if is_norm(module):
         return True
     if not type(module).__module__.startswith(("peft.", f"{dynamo.PACKAGE}.")):
@@ -42,12 +42,12 @@ def acts_as_norm(module: nn.Module) -> bool:
 
 
 def is_torch_norm(module: nn.Module) -> bool:
-    """Whether a norm, or what it wraps, is torch's own, whose kernel wants input and weight in one dtype."""
+    """True if a norm is, or wraps, torch's LayerNorm or RMSNorm, which need input and weight in one dtype."""
     return any(isinstance(m, (nn.LayerNorm, nn.RMSNorm)) for m in module.modules())
 
 
 def eps_name(module: nn.Module) -> str | None:
-    """The plain attribute that holds a norm's eps; None where it has none, or keeps it behind a property."""
+    """Return the name of the attribute that holds a norm's eps; None if it has none, or only a property."""
     for name in EPS_NAMES:
         if hasattr(inspect.getattr_static(type(module), name, None), "__get__"):
             continue
@@ -58,22 +58,22 @@ def eps_name(module: nn.Module) -> str | None:
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """A norm's eps; None where it has none."""
+    """Return a norm's eps; None if it has none."""
     name = eps_name(module)
     return None if name is None else float(getattr(module, name))
 
 
 def same_eps(a: float, b: float) -> bool:
-    """Equal but for float32 rounding (a GGUF file says 9.999999974752427e-07 for 1e-6)."""
+    """True if two values are equal up to float32 rounding (a GGUF file stores 1e-6 as 9.999999974752427e-07)."""
     return math.isclose(a, b, rel_tol=1e-6)
 
 
 def untrained(module: nn.Module) -> bool:
-    """Whether a norm is provably as it was made: weight all 1, bias all 0, and free to train.
+    """True if a norm provably has its initial values: weight all 1, bias all 0, and trainable.
 
-    A norm without a weight, a frozen one (what follows it may have been trained on its output) and
-    one whose weights are not loaded (meta) prove nothing. Nor does a half-precision weight of 1 alone: an
-    optimizer step of 1e-3 is lost beside a 1 in bfloat16; a bias of 0 beside it would have moved.
+    False for a norm without a weight, for a frozen one (later layers may have been trained on its output) and for
+    weights on meta. Also for a half-precision weight of 1 without a bias: bfloat16 rounds an optimizer step of 1e-3
+    on a 1 away, but a bias of 0 would have moved.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, torch.Tensor) or not weight.requires_grad:
@@ -82,7 +82,7 @@ def untrained(module: nn.Module) -> bool:
 
 
 def as_made(module: nn.Module) -> bool:
-    """Whether a norm's weight is all 1 and its bias, if any, all 0. Not so for weights that are not loaded."""
+    """True if a norm's weight is all 1 and its bias, if any, all 0. False if the weight is on meta."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, torch.Tensor) or weight.is_meta:
         return False

@@ -1,7 +1,7 @@
-"""Buffers that no checkpoint holds, as their modules make them: what they are in float32, and what a cast cost them.
+"""Buffers that no checkpoint holds, recomputed: their float32 values, and whether a cast rounded the present ones.
 
 `.half()` and `.to(torch.bfloat16)` cast every floating-point buffer; `from_pretrained(dtype=)` leaves rotary tables
-and the like in float32. A cast buffer is told by its value: it is the one its module makes, rounded.
+and the like in float32. A cast buffer is recognised by its value: it equals the recomputed value, rounded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Buffer:
     """A floating-point buffer.
 
     Attributes:
-        path: Of its module.
-        module: That has it.
-        name: In its module.
-        state: `as made`: equal to what its module makes. `rounded`: that, rounded to float16 or bfloat16. `changed`:
-            another value, or its module cannot be made again. `persistent`: a checkpoint holds it.
-        exact: What its module makes in float32, on the CPU; None where it cannot be made again.
+        path: Path of its module.
+        module: Its module.
+        name: Its name in the module.
+        state: `as made`: equal to the recomputed value. `rounded`: equal to that value rounded to float16 or bfloat16.
+            `changed`: another value, or it cannot be recomputed. `persistent`: it is in the state dict.
+        exact: The recomputed float32 value, on the CPU; None if it is persistent or cannot be recomputed.
     """
 
     path: str
@@ -49,21 +49,21 @@ class Buffer:
 
     @property
     def value(self) -> torch.Tensor:
-        """What it holds now."""
+        """The present value."""
         value = buffers(self.module)[self.name]
-        assert value is not None  # noqa: S101 - one that is None is not listed
+        assert value is not None  # noqa: S101 - buffers that are None are not listed
         return value
 
     @property
     def place(self) -> str:
-        """Its path, list indices replaced by `*`."""
+        """The buffer's path, with list indices replaced by `*`."""
         return starred(f"{self.path}.{self.name}" if self.path else self.name)
 
 
 def floating_buffers(survey: Survey) -> tuple[Buffer, ...]:
-    """Every floating-point buffer of an object, and what became of it. Reads only.
+    """Return every loaded floating-point buffer of an object, with its state. Changes nothing.
 
-    Time: a build of each submodel on meta, some 3 ms a layer.
+    Time: a build of each submodel on meta, about 3 ms a layer.
     """
     made = _as_loaded(survey, dict.fromkeys(survey.paths.values(), torch.float32))
     found: list[Buffer] = []
@@ -77,7 +77,7 @@ def floating_buffers(survey: Survey) -> tuple[Buffer, ...]:
                 continue
             exact = made.get((path, name))
             if exact is None:
-                exact = _made_again(module).get(name)
+                exact = _recomputed(module).get(name)
             found.append(Buffer(path, module, name, _state(value, exact), exact))
     return tuple(found)
 
@@ -86,15 +86,15 @@ def as_loaded(survey: Survey, dtype: torch.dtype | None = None) -> dict[tuple[st
     """Return the buffers that `from_pretrained(dtype=)` would leave, on the CPU, by module path and name.
 
     Args:
-        survey: Of the object.
-        dtype: That the weights are loaded in; those the parameters of each submodel have most of if not given.
+        survey: Survey of the object.
+        dtype: Dtype in which the weights are loaded; by default the main dtype of each submodel.
     """
     held = {s.path: dtype or main_dtype(s.model) for s in survey.outermost_built}
     return _as_loaded(survey, held)
 
 
 def main_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype that most floating-point numbers of a module's parameters have; float32 where there is none."""
+    """Return the dtype of most floating-point parameter elements of a module; float32 if it has none."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         if parameter.is_floating_point():
@@ -120,7 +120,7 @@ def _as_loaded(survey: Survey, dtypes: dict[str, torch.dtype]) -> dict[tuple[str
         wanted = {
             path: module
             for path, module in survey.below(submodel.path)
-            if any(b.is_floating_point() for b in _not_held(module).values())
+            if any(b.is_floating_point() for b in _unsaved_buffers(module).values())
         }
         if cls is None or not wanted:
             continue
@@ -134,26 +134,26 @@ def _as_loaded(survey: Survey, dtypes: dict[str, torch.dtype]) -> dict[tuple[str
             relative = plain(without_copy(path[start:]), "base_layer", "token_adapter")
             twin = modules.get(relative)
             if twin is not None and type(twin) is type(module):
-                out.update({(path, name): value for name, value in _filled(modules, relative)})
+                out.update({(path, name): value for name, value in _initialised_buffers(modules, relative)})
     return out
 
 
-def _not_held(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of a module's own that are not in its state dict."""
+def _unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own buffers that are not in its state dict."""
     names = unsaved(module)
     return {n: b for n, b in buffers(module).items() if n in names and b is not None}
 
 
-def _filled(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers of a module of a model on meta, with the values that transformers gives them."""
+def _initialised_buffers(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a module of a model on meta, with the values that transformers initialises them to."""
     module = modules[path]
     owner = max((p for p, m in modules.items() if isinstance(m, PreTrainedModel) and inside(path, p)), key=len)
     model: Any = modules[owner]
-    fresh = {n: b for n, b in _not_held(module).items() if b.is_floating_point()}
+    fresh = {n: b for n, b in _unsaved_buffers(module).items() if b.is_floating_point()}
     for name, buffer in fresh.items():
         value = buffer if not buffer.is_meta else torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
         buffers(module)[name] = value
-    for place in _upwards(path, owner):  # some are filled by what holds their module
+    for place in _path_and_parents(path, owner):  # some are initialised by a module around theirs
         try:
             initial.fill(model, modules[place])
         except (*REJECTIONS, NotImplementedError):
@@ -164,18 +164,18 @@ def _filled(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, 
             return
 
 
-def _upwards(path: str, owner: str) -> Iterator[str]:
-    """A path, and those of the modules around it, up to the owner's."""
+def _path_and_parents(path: str, owner: str) -> Iterator[str]:
+    """Yield a path and the paths of the modules around it, up to the owner's."""
     while path != owner:
         yield path
         path = path.rpartition(".")[0]
     yield owner
 
 
-def _made_again(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of a new module of the same class, where all that its class wants is kept under the names it wants.
+def _recomputed(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a new module of the same class, if the module keeps all required arguments as attributes.
 
-    Only of modules without parameters: nothing is drawn, nothing large is made.
+    Empty for modules with parameters: nothing is drawn, and nothing large is allocated.
     """
     if next(module.parameters(), None) is not None:
         return {}
@@ -192,5 +192,5 @@ def _made_again(module: nn.Module) -> dict[str, torch.Tensor]:
         try:
             made = type(module)(**words)
         except (*REJECTIONS, NotImplementedError):
-            return {}  # it wants something else than what it kept
-    return {n: b.float() for n, b in _not_held(made).items() if b.is_floating_point()}
+            return {}  # its attributes are not its arguments
+    return {n: b.float() for n, b in _unsaved_buffers(made).items() if b.is_floating_point()}

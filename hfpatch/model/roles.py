@@ -1,9 +1,9 @@
-"""What the parts of a decoder are for, told from structure and not from names.
+"""The roles of the parts of a decoder, from structure and not from names.
 
 The residual stream runs through the items of one `ModuleList`. Of an item's children, the norms work on
 the stream and everything else with weights is a branch; the norm beside the list ends the stream. An encoder and a
-decoder have a stream each. Where a user's module holds an item and adds something of its own, the layer inside is the
-layer, and the rest stands around it.
+decoder have a stream each. If a user's module holds a decoder layer and adds modules, the inner layer counts as the
+layer, and the module around it as its wrapper.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Stack:
 
     path: str
     items: tuple[Place, ...]
-    """Of the list: the layers, or what holds a few of them each, as T5's blocks do."""
+    """Items of the list: the layers, or containers of a few layers each, as in T5."""
     layers: tuple[Place, ...]
     layer_norms: tuple[Place, ...]
     branch_out_norms: tuple[Place, ...]
-    """Those of the layer norms that a branch's output goes through before it joins the stream."""
+    """Layer norms applied to a branch's output before it is added to the stream."""
     branches: tuple[Place, ...]
     final_norm: Place | None
     wrappers: tuple[tuple[Place, Place], ...] = ()
-    """Items that are a user's own module around a layer, each with the layer in it."""
+    """Items that are a user's module around a layer, each with the layer in it."""
 
     def around(self) -> Iterator[Place]:
-        """Modules with weights of their own that a user's wrappers hold beside the layers."""
+        """Yield the modules with weights that a user's wrappers hold beside the layers."""
         for (path, wrapper), (layer, _) in self.wrappers:
             for name, module in wrapper.named_modules():
                 place = f"{path}.{name}"
@@ -51,16 +51,16 @@ class Stack:
 
 
 def stacks(walk: Walk, submodel: Submodel) -> tuple[Stack, ...]:
-    """The stacks of a submodel's own, a decoder's last; none where it has none of this shape."""
+    """Return the stacks of a submodel, a decoder's last; empty if it has no list of this shape."""
     return tuple(_stack(walk, *found) for found in _layer_lists(walk, submodel))
 
 
 def stock_path(path: str, homes: Mapping[str, str]) -> str:
-    """A path as it is without the users' modules around layers.
+    """Return the path that a module has in the stock model, without users' modules around layers.
 
     Args:
         path: A path from the root.
-        homes: Paths of the layers that users' modules hold, each with its path in the stock model.
+        homes: Paths of the layers inside users' modules -> their paths in the stock model.
     """
     outer = path if homes else ""
     while outer and outer not in homes:
@@ -90,18 +90,17 @@ def _stack(walk: Walk, list_path: str, items: list[Place]) -> Stack:
         if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
-    found = ((unwrapped(*item, ON_LAYERS), looked_through(*item) or item) for item in items)
+    found = ((unwrapped(*item, ON_LAYERS), layer_of_item(*item) or item) for item in items)
     wrappers = tuple((item, layer) for item, layer in found if layer[1] is not item[1] and inside(layer[0], item[0]))
     return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final, wrappers)
 
 
 @cache
 def out_norms(layer: type[nn.Module]) -> frozenset[str] | None:
-    """Names of the children that a layer's forward calls on the output of another child, with no sum between.
+    """Return the names of the norms that a layer's forward applies to the output of another child, before any sum.
 
-    Told from the source, in its order: `y = self.mlp(x)` then `self.post_norm(y)` makes `post_norm` one; after
-    `y = residual + y` it reads the stream, and so it does if the child was given the residual to add. None where the
-    source cannot be read.
+    Read from the source, in its order: after `y = self.mlp(x)`, `self.post_norm(y)` is one; after `y = residual + y`
+    it reads the stream, and also if the child was given the residual to add. None if the source cannot be read.
     """
     tree = tree_of(layer.forward)
     if tree is None:
@@ -112,7 +111,7 @@ def out_norms(layer: type[nn.Module]) -> frozenset[str] | None:
 
 
 def _follow(statements: Iterable[ast.stmt], outputs: set[str], found: set[str]) -> set[str]:
-    """Note the norms called on what a branch put out; returns the names that hold such values afterwards."""
+    """Collect the norms called on a branch's output; return the variables that hold such outputs afterwards."""
     for statement in statements:
         if isinstance(statement, ast.If):
             ways = [_follow(way, outputs, found) for way in (statement.body, statement.orelse)]
@@ -134,7 +133,7 @@ def _follow(statements: Iterable[ast.stmt], outputs: set[str], found: set[str]) 
 
 
 def _from_branch(value: ast.expr, outputs: set[str]) -> bool:
-    """Whether a value is what a branch put out: called here or named before, passed on by whatever adds nothing."""
+    """True if a value is a branch's output, called here or assigned before, possibly passed through dropout."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
         return False
     if isinstance(value, ast.Name):
@@ -150,13 +149,13 @@ def _from_branch(value: ast.expr, outputs: set[str]) -> bool:
 
 
 DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
-"""Config keys of a depth, where encoder and decoder have one each."""
+"""Config keys for the number of layers, if encoder and decoder have one each."""
 
 
 def _layer_lists(walk: Walk, submodel: Submodel) -> list[tuple[str, list[Place]]]:
-    """The lists of blocks as long as the config says that are nearest the submodel's root and in no other submodel.
+    """Return the lists of blocks nearest to the submodel's root, at least as long as the config's number of layers.
 
-    One list, but where the config has a depth for an encoder and a decoder.
+    Lists in inner submodels do not count. Only the first list is returned unless the config has several depths.
     """
     config = submodel.model.config
     depths = [d for k in ("num_hidden_layers", *DEPTHS) if isinstance(d := getattr(config, k, None), int)]
@@ -176,8 +175,8 @@ def _layer_lists(walk: Walk, submodel: Submodel) -> list[tuple[str, list[Place]]
     return found if len(depths) > 1 else found[:1]
 
 
-def unread(walk: Walk, submodel: Submodel) -> str:
-    """Why the list of a submodel's layers cannot be read: the item that hides one; empty where no list has any."""
+def why_unreadable(walk: Walk, submodel: Submodel) -> str:
+    """Return why the list of a submodel's layers cannot be read, naming the item at fault; empty if no item is."""
     for path, module in walk.own(submodel):
         if not isinstance(module, nn.ModuleList) or any(n.isdigit() for n in path[len(submodel.path) :].split(".")):
             continue
@@ -186,13 +185,13 @@ def unread(walk: Walk, submodel: Submodel) -> str:
         for (place, item), found in zip(items, read, strict=True):
             held = len({id(layer) for _, layer in _layers_inside(place, item)})
             if not found and (held or any(read)):
-                several = f"holds {held} decoder layers, and which of them it runs cannot be told"
+                several = f"holds {held} decoder layers, and which of them it runs is unknown"
                 return f"{place} is a {type(item).__name__}, which {several if held else 'holds no decoder layer'}"
     return ""
 
 
-def looked_through(path: str, item: nn.Module) -> Place | None:
-    """The layer that an item of a list is, or that a user's module around it holds; None where that holds several."""
+def layer_of_item(path: str, item: nn.Module) -> Place | None:
+    """Return the layer that a list item is, or the one inside a user's module; None if that holds several layers."""
     _, module = unwrapped(path, item, ON_LAYERS)
     own = own_class(module)
     if f"{own.__module__}.".startswith(TOOL_PACKAGES) or is_stock(own):
@@ -206,7 +205,7 @@ def looked_through(path: str, item: nn.Module) -> Place | None:
 
 
 def _layers_inside(path: str, module: nn.Module) -> Iterator[Place]:
-    """The outermost layers of transformers' own code in a module; an attention with norms of its own is no layer."""
+    """Yield the outermost transformers layers in a module; an attention module with norms is not a layer."""
     path, module = unwrapped(path, module, ON_LAYERS)
     for name, child in module.named_children():
         place = (f"{path}.{name}", child)
@@ -218,12 +217,12 @@ def _layers_inside(path: str, module: nn.Module) -> Iterator[Place]:
 
 
 def _forward_is_stock(module: nn.Module) -> bool:
-    """True if a module's class has a forward that transformers wrote, overridden or not."""
+    """True if transformers wrote a forward of a module's class or of one of its bases, even if it is overridden."""
     return any(is_stock(cls) and "forward" in cls.__dict__ for cls in type(module).__mro__)
 
 
 def own_class(module: nn.Module) -> type:
-    """A module's class; of one that FSDP2 made, the class it was made of."""
+    """Return a module's class; if FSDP2 derived it, the original class."""
     return next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
 
 
@@ -232,8 +231,8 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _blocks(path: str, item: nn.Module) -> list[Place]:
-    """An item of a list if it is a block, or holds one; else its parts, if they are blocks, as T5's are; else none."""
-    layer = looked_through(path, item)
+    """Return the block that a list item is or holds, or its parts if they are blocks (T5); empty otherwise."""
+    layer = layer_of_item(path, item)
     return [] if layer is None else _parts(*layer)
 
 
@@ -248,7 +247,7 @@ def _parts(path: str, item: nn.Module) -> list[Place]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module has a norm and a branch among its children, as the layers of a stack do."""
+    """True if a module has a norm and a branch among its children."""
     children = list(unwrap(module, ON_LAYERS).children())
     return any(acts_as_norm(c) for c in children) and any(
         not acts_as_norm(c) and any(True for _ in c.parameters()) for c in children
@@ -256,9 +255,9 @@ def is_block(module: nn.Module) -> bool:
 
 
 def stream_dtype(walk: Walk, submodel: Submodel, found: Stack) -> torch.dtype | None:
-    """Dtype of the residual stream: what embeddings and branch outputs promote to. None if it has no weights.
+    """Return the dtype of the residual stream, to which embeddings and branch outputs promote; None without weights.
 
-    Mixed weights escape an overflow by this promotion: bf16 embeddings and fp16 branches give an fp32 stream.
+    Mixed weights avoid overflow by this promotion: bfloat16 embeddings and float16 branches give a float32 stream.
     """
     dtypes: list[torch.dtype] = []
     embedding = find_embedding(submodel.model)
@@ -279,7 +278,7 @@ def stream_dtype(walk: Walk, submodel: Submodel, found: Stack) -> torch.dtype | 
 
 
 def weights_dtype(module: nn.Module) -> torch.dtype | None:
-    """Dtype in which most of a module's floating-point weights are, adapters left out; None if it has none."""
+    """Return the dtype of most of a module's floating-point weights, without LoRA's; None if it has none."""
     counts: dict[torch.dtype, int] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:

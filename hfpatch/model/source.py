@@ -1,6 +1,6 @@
-"""From a hub name, a directory, a config.json or a config object to a config, a class and a model without weights.
+"""Turns a hub name, a directory or a config.json into a config, and a config into a model without weights.
 
-Nothing that a checkpoint brings along is executed and no pickle is read, unless `trust_remote_code=True`.
+No code from a checkpoint runs unless `trust_remote_code=True`; no pickle is read.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CONFIG = "config.json"
 HUB_SECONDS = 3.0
 MAX_BYTES = 16 * 2**20
 
-# httpx, httpx2 or requests, by the version of huggingface_hub: all under this name.
+# Of httpx, httpx2 or requests, depending on the version of huggingface_hub.
 _HTTP_ERROR: type[Exception] = getattr(hub, "HTTPError", ConnectionError)
 
 REJECTIONS = (
     ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError, ArithmeticError, ImportError,
     OSError, hub.StrictDataclassError, _HTTP_ERROR,
 )  # fmt: skip
-"""What the config and model classes of transformers raise at a config they cannot use."""
+"""Exceptions that the config and model classes of transformers raise for a config they cannot use."""
 
 _AUTO = (
     "AutoModelForImageTextToText",
@@ -49,21 +49,21 @@ _AUTO = (
     "AutoModel",
     "AutoModelForPreTraining",
 )
-"""Auto classes to ask where a config names no class, the more special first: most composites and encoders
-are also mapped to a causal LM, which is only a part of them."""
+"""Auto classes tried if a config names no class, the most specific first: most composites and encoders are also
+mapped to a causal LM, which is only a part of them."""
 
 
 def load_config(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a model.
+    """Return the config of a model.
 
     Args:
-        name: A directory, the path of a config.json, or a name on the hub (the local cache serves it offline).
-        trust_remote_code: Run the config class that the checkpoint brings, where transformers has none.
+        name: A directory, the path of a config.json, or a name on the hub (offline, from the local cache).
+        trust_remote_code: Run the checkpoint's own config class if transformers has none for its `model_type`.
 
     Raises:
-        ModelNotFoundError: Nothing of that name, or nothing in it that describes a model.
-        InputError: There is a config, but it is no JSON object, of no known `model_type`, wants code of
-            its own, asks for absurd sizes, or its class rejects it.
+        ModelNotFoundError: No file, directory or hub model of that name was found, or it has no config.json.
+        InputError: The config is not a JSON object, has no known `model_type`, needs remote code, has sizes beyond
+            the limits or an unknown dtype, or is rejected by its class.
     """
     file = _config_file(name)
     raw = _read(file)
@@ -77,7 +77,7 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> PreTrai
             auto: Any = transformers.AutoConfig
             config: PreTrainedConfig = auto.from_pretrained(_place(file, name), trust_remote_code=True)
         else:
-            # Resolves what transformers resolves: files by version, timm checkpoints, infinities.
+            # Resolves files by version, timm checkpoints and infinities, as transformers does.
             values, _ = PreTrainedConfig.get_config_dict(_directory(file))
             check_sizes(values, str(name))
             config = _config_class(values, name).from_dict(values)
@@ -92,13 +92,13 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> PreTrai
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model a config describes, without weights: parameters on meta, in the declared dtype.
+    """Build a config's model without weights: parameters on meta, in the declared dtype, in training mode.
 
-    Parameters that the class keeps in float32 are float32, as `from_pretrained` leaves them. The config
-    is copied, not changed; the model is left in training mode. Time: some 3 ms a layer; memory: a few kB a module.
+    Parameters that the class keeps in float32 are float32, as `from_pretrained` leaves them. The config is copied,
+    not changed. Time: about 3 ms a layer; memory: a few kB a module.
 
     Raises:
-        InputError: The config asks for absurd sizes, transformers has no class for it, or its class rejects it.
+        InputError: The config has sizes beyond the limits, transformers has no class for it, or its class rejects it.
     """
     name = config.name_or_path or type(config).__name__
     check_sizes(vars(config), name)
@@ -107,10 +107,10 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     cls: Any = None
 
     def build(given: PreTrainedConfig) -> PreTrainedModel:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some classes still draw on the CPU
             return initial.built(cls, given, dtype)
 
-    whole = copy.deepcopy(config)  # a class may have written to the other before it failed
+    whole = copy.deepcopy(config)  # a class may write to its config before it fails
     try:
         cls = model_class(config)
         model = build(config)
@@ -125,10 +125,10 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def declared_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    """The dtype a checkpoint declares for its weights, its text part's where it has none of its own."""
+    """Return the dtype that a config declares for its weights, or else its text part; None if neither does."""
     try:
         text: Any = config.get_text_config()
-    except ValueError:  # several, none of them the one
+    except ValueError:  # several text parts
         text = None
     for part in (config, text):
         dtype: Any = getattr(part, "dtype", None)
@@ -140,12 +140,12 @@ def declared_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
-    """Parameters in `dtype` that the class keeps in float32 when `from_pretrained` loads it, by name."""
+    """Return the parameters in `dtype` that `from_pretrained` would keep in float32, by name."""
     loose, strict = loading.kept_wide(model)
     patterns = loose | strict if dtype == torch.float16 else strict if dtype == torch.bfloat16 else set[str]()
     if not patterns:
         return {}
-    wanted = re.compile("|".join(p.replace("*", ".*") for p in sorted(patterns)))  # matched as the loader does
+    wanted = re.compile("|".join(p.replace("*", ".*") for p in sorted(patterns)))  # as the loader matches
     return {name: p for name, p in model.named_parameters() if p.dtype == dtype and wanted.search(name)}
 
 
@@ -154,68 +154,71 @@ def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     new = {id(p): nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in kept.values()}
     for module in model.modules() if new else ():
         for slot, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in new:  # a tied one stays tied
+            if id(parameter) in new:  # tied parameters stay tied
                 module.register_parameter(slot, new[id(parameter)])
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class named in `config.architectures` where transformers has it and it takes this config, else the
-    most special one that an auto class maps the config to.
+    """Return the class that `config.architectures` names, or the most specific one from the auto classes.
+
+    A named class counts if transformers has it and it takes this config.
 
     Raises:
-        InputError: There is none.
+        InputError: No class was found.
     """
     named: Any = getattr(config, "architectures", None)
     for name in named if isinstance(named, (list, tuple)) else ():
         cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and _takes(cls, config):
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and _accepts(cls, config):
             return cls
     from transformers.models.auto import modeling_auto
 
     if type(config).__module__.startswith("transformers_modules."):
-        return _brought_along(config)
-    for auto in (*_order(config), *(a for a in modeling_auto.__all__ if a.startswith("AutoModel"))):
+        return _remote_class(config)
+    for auto in (*_auto_classes(config), *(a for a in modeling_auto.__all__ if a.startswith("AutoModel"))):
         mapping = loading.classes_of(auto)
         for kind in type(config).__mro__:
             if kind in mapping:
                 hit = mapping[kind]
                 return hit[0] if isinstance(hit, (list, tuple)) else hit
-    for auto in _AUTO:  # some config classes go by two architectures' names, and are found under one alone
+    for auto in _AUTO:  # some config classes serve two architectures and are mapped under one name only
         cls = getattr(transformers, str(loading.names_of(auto).get(config.model_type)), None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and _takes(cls, config):
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and _accepts(cls, config):
             return cls
     raise InputError(
-        f"{type(config).__name__} ({config.model_type!r}): transformers {transformers.__version__} builds no model "
-        "from it; name the config of a whole model"
+        f"{type(config).__name__} ({config.model_type!r}): transformers {transformers.__version__} has no model class "
+        "for it; name the config of a whole model"
     )
 
 
-def _takes(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+def _accepts(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
     wanted: Any = cls.config_class
     return isinstance(wanted, type) and isinstance(config, wanted)
 
 
-def _order(config: PreTrainedConfig) -> tuple[str, ...]:
+def _auto_classes(config: PreTrainedConfig) -> tuple[str, ...]:
     if getattr(config, "is_encoder_decoder", False):
         return tuple(a for a in _AUTO if a not in ("AutoModelForMaskedLM", "AutoModelForCausalLM"))
     return tuple(a for a in _AUTO if a != "AutoModelForMaskedLM") if getattr(config, "is_decoder", False) else _AUTO
 
 
-def _brought_along(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class a trusted checkpoint brings: its config's class is such a one already."""
+def _remote_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the model class from the checkpoint's own code, which the caller trusts."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     wants: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
-    for auto in (*_order(config), *wants):
+    for auto in (*_auto_classes(config), *wants):
         if auto.startswith("AutoModel") and isinstance(reference := wants.get(auto), str):
             cls: Any = get_class_from_dynamic_module(reference, config.name_or_path or "")
             return cls
-    raise InputError(f"{config.name_or_path}: its auto_map names a config class but no model class")
+    raise InputError(
+        f"{config.name_or_path}: its auto_map names a config class but no model class; add the model class to it"
+    )
 
 
 def _config_file(name: str | Path) -> Path:
     if not str(name).strip():
-        raise ModelNotFoundError("no model named: want a hub name, a directory or the path of a config.json")
+        raise ModelNotFoundError("the model's name is empty: want a hub name, a directory or the path of a config.json")
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -223,7 +226,7 @@ def _config_file(name: str | Path) -> Path:
             if file.is_file():
                 return file
             held = sorted(p.name for p in path.iterdir())
-            raise ModelNotFoundError(f"{name}: no {CONFIG} in this directory; {_instead(held)}")
+            raise ModelNotFoundError(f"{name}: no {CONFIG} in this directory; {_suggestion(held)}")
         if path.is_file():
             return path
         if path.exists():
@@ -232,11 +235,11 @@ def _config_file(name: str | Path) -> Path:
         raise InputError(f"{name}: cannot be read ({error.strerror}); check the path and its permissions") from error
     text = str(name)
     if isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.endswith(".json") or text.count("/") > 1:
-        raise ModelNotFoundError(f"{name}: no such directory or file")
+        raise ModelNotFoundError(f"{name}: no such directory or file; check the path")
     return _from_hub(text)
 
 
-def _instead(held: list[str]) -> str:
+def _suggestion(held: list[str]) -> str:
     if "adapter_config.json" in held:
         return "it holds a PEFT adapter: name the base model, or pass the loaded model"
     if not held:
@@ -249,7 +252,7 @@ def _from_hub(name: str) -> Path:
     try:
         cached = huggingface_hub.try_to_load_from_cache(name, CONFIG)
         if not isinstance(cached, str):
-            # Fails at once where there is no network; hf_hub_download alone would retry for 24 s.
+            # Fails at once without a network; hf_hub_download alone would retry for 24 s.
             huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, CONFIG), timeout=HUB_SECONDS)
         return Path(huggingface_hub.hf_hub_download(name, CONFIG, etag_timeout=HUB_SECONDS))
     except hub.HFValidationError as error:
@@ -276,7 +279,7 @@ def _unreachable(name: str, error: Exception) -> NoReturn:
 def _read(where: Path) -> dict[str, Any]:
     try:
         if (size := where.stat().st_size) > MAX_BYTES:
-            raise InputError(f"{where}: {size:,} bytes are no {CONFIG}; name the directory of the model")
+            raise InputError(f"{where}: {size:,} bytes are too many for a {CONFIG}; name the directory of the model")
         value: Any = json.loads(where.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         place = (
@@ -284,7 +287,7 @@ def _read(where: Path) -> dict[str, Any]:
             if error.doc
             else "it is empty"
         )
-        raise InputError(f"{where} is not valid JSON ({place}); it may be cut short, fetch it again") from error
+        raise InputError(f"{where} is not valid JSON ({place}); it may be truncated, download it again") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{where} is not text; want a {CONFIG}, or the directory that holds it") from error
     except RecursionError as error:
@@ -301,13 +304,13 @@ def _config_class(values: dict[str, Any], name: str | Path) -> Any:
     model_type = values.get("model_type")
     if model_type is None:
         if "peft_type" in values:
-            raise InputError(f"{name}: the config of a PEFT adapter; name the base model")
-        raise InputError(f"{name}: its {CONFIG} has no model_type, so its class is unknown; add the one it had")
+            raise InputError(f"{name}: this is the config of a PEFT adapter; name the base model")
+        raise InputError(f"{name}: its {CONFIG} has no model_type, so its class is unknown; add its model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
-        hint = f"near names: {', '.join(near)}" if near else "a newer transformers may have it"
+        hint = f"similar names: {', '.join(near)}" if near else "a newer transformers may have it"
         raise InputError(
-            f"{name}: model_type {model_type!r} is not one that transformers {transformers.__version__} has; {hint}"
+            f"{name}: transformers {transformers.__version__} does not have the model_type {model_type!r}; {hint}"
         )
     if model_type == "mistral" and "layer_types" in values:  # as AutoConfig does
         values["model_type"] = model_type = "ministral"
@@ -321,13 +324,13 @@ def _check_runs_nothing(raw: dict[str, Any], name: str | Path, trusted: bool) ->
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known and (wanted := _auto_map(raw)):
         raise InputError(
-            f"{name}: transformers {transformers.__version__} has no model_type {model_type!r}, and the config wants "
-            f"code of its own ({wanted}), which is not run; read that code, then pass trust_remote_code=True"
+            f"{name}: transformers {transformers.__version__} has no model_type {model_type!r}, and the config needs "
+            f"remote code ({wanted}), which was not run; read that code, then pass trust_remote_code=True"
         )
     for key, value in _strings(raw):
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in value:
             raise InputError(
-                f"{name}: {key} asks for code from the hub ({value}), which is not run; remove the key, "
+                f"{name}: {key} names code on the hub ({value}), which was not run; remove the key, "
                 "or read that code and pass trust_remote_code=True"
             )
 
@@ -339,7 +342,7 @@ def _auto_map(raw: Mapping[str, Any]) -> str | None:
 
 
 def _strings(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Every text in a config with the key it is under; below `attn_implementation` that key stays."""
+    """Yield every text in a config with its key; texts nested under an `..._implementation` have that key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and depth < 32:
@@ -351,7 +354,7 @@ def _check_dtype(raw: dict[str, Any], name: str | Path) -> None:
     for key in ("dtype", "torch_dtype"):
         value = raw.get(key)
         if value is not None and not (isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)):
-            raise InputError(f"{name}: {key} {value!r} is no dtype of torch; want one such as 'bfloat16'")
+            raise InputError(f"{name}: {key} {value!r} is not a torch dtype; want one such as 'bfloat16'")
 
 
 def _directory(file: Path) -> str:
@@ -359,14 +362,16 @@ def _directory(file: Path) -> str:
 
 
 def _place(file: Path, name: str | Path) -> str:
-    """Where transformers finds what else is in the checkpoint: the directory, or the name on the hub."""
+    """Return where transformers finds the checkpoint's other files: the directory, or the name on the hub."""
     return _directory(file) if Path(name).expanduser().exists() else str(name)
 
 
 def _reject(what: str, error: Exception, values: Mapping[str, Any], at_fault: str = "") -> NoReturn:
     if isinstance(error, _HTTP_ERROR):
         part = f" ({values['backbone']})" if isinstance(values.get("backbone"), str) else ""
-        raise InputError(f"{what}: it names a part on the hub{part}, which cannot be fetched") from error
+        raise InputError(
+            f"{what}: it names a part on the hub{part}, which cannot be downloaded; download it first"
+        ) from error
     cause = error.__cause__ if isinstance(error, hub.StrictDataclassError) and error.__cause__ else error
     text = re.sub(r"\s+", " ", str(cause)).partition(" Should contain one of")[0]  # 500 names
     text = text.strip().rstrip(".") or "no reason given"

@@ -13,29 +13,29 @@ from hfpatch.model.walk import Walk
 
 
 class Survey(Walk):
-    """What an object holds and what its parts are for. Reads only; each fact is read when it is first asked for."""
+    """The modules of an object and their roles. Changes nothing; each fact is computed when it is first read."""
 
     @cached_property
     def added(self) -> dict[str, nn.Module]:
-        """Modules that transformers' own code did not make, by path."""
+        """Modules that were not created by transformers' own code, by path."""
         return added_modules(self, self.homes)
 
     @cached_property
     def stacks(self) -> dict[str, tuple[roles.Stack, ...]]:
-        """The stacks of each submodel, a decoder's last, by the submodel's path; submodels without one are left out."""
+        """Stacks by the path of the submodel, a decoder's last; submodels without a stack are left out."""
         return {s.path: found for s in self.submodels if (found := roles.stacks(self, s))}
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """Paths of layers that a user's modules hold, each with the path that the layer has in the stock model."""
+        """Paths of the layers inside a user's modules -> their paths in the stock model."""
         every = (pair for stacks in self.stacks.values() for stack in stacks for pair in stack.wrappers)
         return {layer: item for (item, _), (layer, _) in every}
 
     def stock_path(self, path: str) -> str:
-        """A path as it is without the users' modules around layers."""
+        """Return the path that a module has in the stock model, without users' modules around layers."""
         return roles.stock_path(path, self.homes)
 
     @cached_property
     def attentions(self) -> dict[str, list[Attention]]:
-        """Attention modules of each submodel's own, by the submodel's path."""
+        """Attention modules by the path of their submodel."""
         return {s.path: attentions(self, s) for s in self.submodels}

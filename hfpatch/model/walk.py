@@ -1,4 +1,4 @@
-"""One walk over an object: its modules, the transformers models inside, and what is wrapped around them."""
+"""One walk over an object: its modules, the transformers models inside, and the compiled modules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hfpatch.given import Kind
 T = TypeVar("T")
 
 ADAPTERS = ("peft.", "accelerate.", "bitsandbytes.")
-"""Packages whose modules stand in the place of a model's own ones and hold them."""
+"""Packages whose modules replace a model's own modules and hold them."""
 
 TOOL_PACKAGES = (*ADAPTERS, "torch.", "transformers.integrations.", "transformers.quantizers.")
 """Packages whose modules replace or wrap stock ones without adding anything to the model's own function."""
 
 
 SHALLOW, MARGIN = 100, 120
-"""Levels of modules within which nobody has to count, and calls that are kept free for what walks over them."""
+"""Module depth up to which the stack is not checked, and stack frames kept free for the callers of the walk."""
 
 
 MODEL = Kind("a transformers model", lambda v: isinstance(v, PreTrainedModel))
@@ -53,19 +53,20 @@ class Submodel:
 
     @property
     def place(self) -> str:
-        """How to name it in a sentence."""
+        """The submodel's class and path, for a sentence."""
         return f"{type(self.model).__name__} at {self.path!r}" if self.path else type(self.model).__name__
 
 
 class Walk:
-    """What an object holds, by one walk over its modules. `Survey` adds the facts that follow from it.
+    """The modules of an object, from one walk over it. `Survey` adds the facts that follow from them.
 
     Args:
-        given: A module, however wrapped, or an object whose `.model` is one (a Trainer, a pipeline).
-        added: Paths, or modules themselves, that the caller says were added.
+        given: A module, wrapped or not, or an object whose `.model` is one (a Trainer, a pipeline).
+        added: Paths, globs or modules that the caller declares as added.
 
     Raises:
-        NotAModelError: Neither.
+        NotAModelError: `given` is neither, or its module is not initialised.
+        InputError: The modules are nested deeper than Python's stack allows.
     """
 
     def __init__(self, given: object, added: Any = None) -> None:
@@ -76,36 +77,36 @@ class Walk:
         self._known: dict[Any, Any] = {}
 
     def path(self, module: nn.Module) -> str:
-        """Path of a module from the root."""
+        """Return the path of a module from the root."""
         return self.paths[id(module)]
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for this walk: a plan asks for it several times."""
+        """Return `make()`, called once for this walk and cached under `key`."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
-        """A module and everything in it, with paths from the root."""
+        """Yield a module and everything in it, with paths from the root."""
         prefix = f"{path}." if path else ""
         for name, module in self.modules.items():
             if name == path or name.startswith(prefix):
                 yield name, module
 
     def own(self, submodel: Submodel) -> Iterator[tuple[str, nn.Module]]:
-        """What of a submodel lies in no other submodel, with paths from the root."""
+        """Yield the modules of a submodel that lie in no inner submodel, with paths from the root."""
         inner = [s.path for s in self.submodels if s is not submodel and len(s.path) > len(submodel.path)]
         for path, module in self.below(submodel.path):
             if not any(inside(path, other) for other in inner):
                 yield path, module
 
     def holder(self, path: str) -> Submodel | None:
-        """The innermost submodel a module lies in; None outside all of them."""
+        """Return the innermost submodel that contains a path; None outside all submodels."""
         holders = [s for s in self.submodels if inside(path, s.path)]
         return max(holders, key=lambda s: len(s.path)) if holders else None
 
     def around(self, path: str) -> tuple[str, PreTrainedModel] | None:
-        """The innermost transformers model, submodel or part of one, that a module is or lies in, with its path."""
+        """Return the innermost transformers model that a module is or lies in, with its path; None if outside all."""
         while not isinstance(model := self.modules[path], PreTrainedModel):
             if not path:
                 return None
@@ -122,7 +123,7 @@ class Walk:
             if stock_class(module) is None and any(
                 isinstance(m, PreTrainedModel) for m in module.modules() if m is not module
             ):
-                continue  # somebody's own composite: what it holds are the submodels
+                continue  # a hand-written composite: the submodels are inside it
             model_type = getattr(module.config, "model_type", "")
             if not any(inside(path, s.path) and s.architecture == model_type for s in found):
                 found.append(Submodel(path, module))
@@ -130,41 +131,41 @@ class Walk:
 
     @cached_property
     def outermost_built(self) -> tuple[Submodel, ...]:
-        """Submodels with a class of transformers behind them that lie in no other such submodel."""
+        """Submodels whose class transformers defines or derives from, and that lie in no other such submodel."""
         built = [s for s in self.submodels if stock_class(s.model) is not None]
         return tuple(s for s in built if not any(o is not s and inside(s.path, o.path) for o in built))
 
     @cached_property
     def compiled(self) -> tuple[str, ...]:
-        """Paths of modules that were compiled, whole or their forward, by the caller or by transformers' `generate`."""
+        """Paths of the modules that are compiled, or whose forward is, by the caller or by transformers' `generate`."""
         return tuple(path for path, module in self.modules.items() if dynamo.is_compiled(module))
 
 
 def root_module(given: object) -> nn.Module:
-    """The module in what the caller passed.
+    """Return the module that the caller passed, or the `.model` of the object.
 
     Raises:
-        NotAModelError: There is none, or it is not made yet.
-        InputError: It is deeper than Python's stack.
+        NotAModelError: The object holds no module, or the module is not initialised.
+        InputError: The modules are nested deeper than Python's stack allows.
     """
     if isinstance(given, nn.Module):
-        return _walkable(given)
+        return _checked(given)
     try:
         inner: Any = getattr(given, "model", None)
-    except Exception as error:  # somebody else's property, and it may raise anything
+    except Exception as error:  # a foreign property may raise anything
         raise NotAModelError(
             f"want a torch module, or an object whose .model is one (a Trainer); {type(given).__name__}.model raises "
             f"{type(error).__name__}: {error}"
         ) from error
     if isinstance(inner, nn.Module):
-        return _walkable(inner)
+        return _checked(inner)
     raise NotAModelError(
         f"want a torch module, or an object whose .model is one (a Trainer); got {type(given).__name__}"
     )
 
 
-def _walkable(root: nn.Module) -> nn.Module:
-    """The module itself, if torch can walk over what it holds, which it does by recursion."""
+def _checked(root: nn.Module) -> nn.Module:
+    """Return the module if torch can walk over it: torch does so by recursion."""
     pending, met = [(root, 1)], set[int]()
     while pending:
         module, depth = pending.pop()
@@ -173,14 +174,14 @@ def _walkable(root: nn.Module) -> nn.Module:
         met.add(id(module))
         children = module.__dict__.get(CHILDREN)
         if children is None or depth > SHALLOW:
-            return _walked(root)
+            return _checked_depth(root)
         if children:
             pending.extend([(c, depth + 1) for c in reversed(children.values()) if c is not None])
     return root
 
 
-def _walked(root: nn.Module) -> nn.Module:
-    """The same, of a deep module or one that is not made yet, with the paths that an error names."""
+def _checked_depth(root: nn.Module) -> nn.Module:
+    """The same check for a deep or uninitialised module, with the paths for the error."""
     deepest, where = 0, ""
     pending, met = [("", root, 1)], set[int]()
     while pending:
@@ -193,20 +194,20 @@ def _walked(root: nn.Module) -> nn.Module:
         children = module.__dict__.get(CHILDREN)
         if children is None:
             place = f"{type(module).__name__}{f' at {path!r}' if path else ''}"
-            raise NotAModelError(f"{place} is no module yet: its __init__ did not call super().__init__()")
+            raise NotAModelError(f"{place} is not initialised: call super().__init__() in its __init__")
         named = [(f"{path}.{n}" if path else n, c, depth + 1) for n, c in children.items() if c is not None]
         pending.extend(reversed(named))
-    if deepest > SHALLOW and deepest + MARGIN > (room := _room()):
+    if deepest > SHALLOW and deepest + MARGIN > (room := _frames_left()):
         raise InputError(
-            f"{type(root).__name__} holds modules {deepest:,} deep ({where[:24]}...), and Python's stack has room for "
-            f"{max(room - MARGIN, 0):,} here: torch walks over modules by recursion; "
-            f"sys.setrecursionlimit({sys.getrecursionlimit() + 2 * deepest}) makes room"
+            f"{type(root).__name__} nests modules {deepest:,} deep ({where[:24]}...), and Python's stack has room for "
+            f"{max(room - MARGIN, 0):,}: torch walks over modules by recursion; call "
+            f"sys.setrecursionlimit({sys.getrecursionlimit() + 2 * deepest}) first"
         )
     return root
 
 
-def _room() -> int:
-    """Calls that Python's stack can still take."""
+def _frames_left() -> int:
+    """Return the number of frames that Python's stack has left."""
     used, frame = 0, inspect.currentframe()
     while frame is not None:
         used, frame = used + 1, frame.f_back
@@ -214,30 +215,30 @@ def _room() -> int:
 
 
 def peek(module: nn.Module, name: str) -> Any:
-    """An attribute of a module; None where there is none, or where asking for it raises."""
+    """Return an attribute of a module; None if it is missing or raises."""
     try:
         return getattr(module, name, None)
-    except Exception:  # noqa: BLE001 - somebody else's property or __getattr__, and it may raise anything
+    except Exception:  # noqa: BLE001 - a foreign property or __getattr__ may raise anything
         return None
 
 
 def dims(tensor: torch.Tensor) -> int:
-    """How many dimensions a tensor has; 0 where a lazy module has not made it yet."""
+    """Return a tensor's number of dimensions; 0 for an uninitialised parameter of a lazy module."""
     return 0 if is_lazy(tensor) else tensor.dim()
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """How many values a tensor holds; 0 where a lazy module has not made it yet."""
+    """Return a tensor's number of elements; 0 for an uninitialised parameter of a lazy module."""
     return 0 if is_lazy(tensor) else tensor.numel()
 
 
 def is_stock(cls: type) -> bool:
-    """Whether transformers (or code a checkpoint brought along) defines this class itself."""
+    """True if transformers, or the remote code of a checkpoint, defines this class."""
     return cls.__module__.startswith(("transformers.", "transformers_modules."))
 
 
 def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
-    """The nearest class of a model that transformers defines and that can be built; None for a bare base class."""
+    """Return the nearest base class that transformers defines and that has a config class; None if it has none."""
     for cls in type(model).__mro__:
         if cls is PreTrainedModel:
             return None
@@ -247,15 +248,15 @@ def stock_class(model: PreTrainedModel) -> type[PreTrainedModel] | None:
 
 
 def inside(path: str, outer: str) -> bool:
-    """Whether a path is `outer` or below it; every path is inside the root, whose path is empty."""
+    """True if a path is `outer` or below it; every path is inside the root, whose path is empty."""
     return outer in ("", path) or path.startswith(f"{outer}.")
 
 
 def starred(path: str) -> str:
-    """A path with list indices replaced by `*`."""
+    """Return a path with list indices replaced by `*`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def without_copy(path: str) -> str:
-    """A path without PEFT's names for the copies it keeps of one module (`modules_to_save`)."""
+    """Return a path without PEFT's names for the copies it keeps of one module (`modules_to_save`)."""
     return re.sub(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)", "", path)

@@ -1,4 +1,4 @@
-"""What is wrapped around a model or a part of it: of which kind a wrapper is, and what it holds."""
+"""Wrappers around a model or a part of it: the kind of a wrapper, and the module it holds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hfpatch.compat.modules import children
 from hfpatch.compat.wrappers import CHECKPOINTED, CLASSES, COMPILED, SHARDED
 
 PARALLEL = ("DDP", "DataParallel")
-"""Wrappers that talk to other ranks or devices when they are called."""
+"""Wrappers that communicate with other ranks or devices when they are called."""
 
 EVERY = (*PARALLEL, "FSDP", "torch.compile", "checkpoint", "PEFT")
-"""Wrappers around a model, from any of which `unwrap` gets what it holds."""
+"""Wrappers around a model; `unwrap` removes all of them by default."""
 
 ON_LAYERS = ("torch.compile", "checkpoint")
-"""Wrappers around single layers that leave their computation as it is."""
+"""Wrappers around single layers that do not change their computation."""
 
 _NAMED = ((COMPILED, "torch.compile"), (SHARDED, "FSDP"), (CHECKPOINTED, "checkpoint"))
 
@@ -25,17 +25,17 @@ _IN_A_PATH = re.compile("|".join(_IN_PATHS))
 
 
 def unwrap(module: nn.Module, kinds: tuple[str, ...] = EVERY) -> nn.Module:
-    """Return what the wrappers of these kinds around a module hold; the module itself where there is none."""
+    """Return the module inside its wrappers of these kinds; the module itself if it has none."""
     return unwrapped("", module, kinds)[1]
 
 
 def unwrapped(path: str, module: nn.Module, kinds: tuple[str, ...] = EVERY) -> tuple[str, nn.Module]:
-    """Return what the wrappers of these kinds around a module hold, with its path.
+    """Return the module inside its wrappers of these kinds, with its path.
 
     Args:
-        path: Of the module.
+        path: Path of the module.
         module: The module.
-        kinds: Those of `EVERY`, or `adapter`: PEFT's layer around one of the model's.
+        kinds: Kinds of `EVERY`, or `adapter` for PEFT's layer around a layer of the model.
     """
     while (found := held(module)) is not None and found[0] in kinds:
         _, name, module = found
@@ -44,7 +44,7 @@ def unwrapped(path: str, module: nn.Module, kinds: tuple[str, ...] = EVERY) -> t
 
 
 def held(wrapper: nn.Module) -> tuple[str, str, nn.Module] | None:
-    """Return the kind of a wrapper, and the name and module of what it holds; None where a module is no wrapper."""
+    """Return the kind of a wrapper, and the name and the module it holds; None if a module is not a wrapper."""
     inside = children(wrapper)
     for name, kind in _NAMED:
         if (inner := inside.get(name)) is not None:
@@ -62,7 +62,7 @@ def held(wrapper: nn.Module) -> tuple[str, str, nn.Module] | None:
 
 
 def kind_of(cls: type) -> str | None:
-    """Return the kind of wrapper that a class is, FSDP2 too; None where it is none of `compat.wrappers.CLASSES`."""
+    """Return the kind of wrapper that a class is, FSDP2 included; None if it is not in `compat.wrappers.CLASSES`."""
     for base in cls.__mro__:
         if (kind := CLASSES.get(f"{base.__module__}.{base.__qualname__}")) is not None:
             return kind
@@ -70,17 +70,17 @@ def kind_of(cls: type) -> str | None:
 
 
 def plain(path: str, *also: str) -> str:
-    """Return a path without the names that compiling, sharding and checkpointing put into it, nor those in `also`."""
+    """Return a path without the names that compiling, sharding and checkpointing insert, and those in `also`."""
     if not also and _IN_A_PATH.search(path) is None:
         return path
     return ".".join(name for name in path.split(".") if name not in _IN_PATHS and name not in also)
 
 
 def from_peft(cls: type) -> bool:
-    """True if a class is PEFT's, or derived from one."""
+    """True if a class is defined by PEFT, or derived from such a class."""
     return any(base.__module__.startswith("peft.") for base in cls.__mro__)
 
 
 def is_tuner(cls: type) -> bool:
-    """True if a class is one of PEFT's managers of adapters (`LoraModel` and its like), which hold the model."""
+    """True if a class is a PEFT tuner, such as `LoraModel`: it holds the model and manages its adapters."""
     return any(base.__name__ == "BaseTuner" and base.__module__.startswith("peft.") for base in cls.__mro__)

@@ -1,25 +1,25 @@
-"""Switches a submodel to eager attention, where that is what it needs.
+"""Switches a submodel to eager attention, if it needs it.
 
 ## What goes wrong
-Some attention cannot be computed by torch's fused kernels: soft-capped logits, learned sinks. An implementation that
-somebody forces by writing `config._attn_implementation` drops them in silence, or fails in its forward. And
-attention weights are returned by eager attention only.
+torch's fused kernels cannot compute soft-capped logits or learned sinks. An implementation that is forced by
+writing `config._attn_implementation` ignores them silently, or fails in its forward. Attention weights are returned
+by eager attention only.
 
 ## What this changes
-The submodel's attention implementation becomes `eager`, set by transformers' own setter on this model's own
-copy of its config, so that another model with the same config object keeps its own.
+The submodel's attention implementation becomes `eager`, set by transformers' setter on a copy of the config, so that
+another model with the same config object keeps its implementation.
 
 ## Numerics
 equivalent, but *less* exact than sdpa in half precision: eager rounds each logit, sdpa keeps them in float32.
 Relative error of its output in bfloat16 against float64: 3.5e-03 at logits of standard deviation 1, 1.6e-02 at 16,
 8.0e-02 at 1024, 9.5e-01 with all logits near 3000. sdpa there: 2.0e-03, 1.4e-03, 2.0e-04, 1.8e-03
 (`benchmarks/attention_error.py`, on a CPU).
-It changes the function where the implementation in use drops a soft-cap or sinks: back to the trained one.
-Eager attention is no cure for NaN.
+It changes the function if the implementation in use ignores a soft-cap or sinks: back to the trained function.
+Eager attention does not fix NaN.
 
 ## Known limits
-Refused in float16: a logit above 65,504 and a padded row become NaN there; sdpa and `fp32-attention-logits` do not.
-Memory grows with the square of the length. One implementation for each submodel: mixing within one loses the mask.
+Refused in float16: there a logit above 65,504 and a padded row become NaN; with sdpa and `fp32-attention-logits` they
+do not. Memory grows with the square of the length. A submodel has one implementation: mixing would lose the mask.
 
 ## Sources
 huggingface/transformers#32390 (a soft-cap that sdpa dropped); huggingface/transformers#17433.
@@ -38,34 +38,34 @@ if TYPE_CHECKING:
 
 
 def condition(context: Context) -> Verdict:
-    """Suggested where the implementation in use drops something, or weights are wanted."""
+    """Suggested if the implementation in use ignores a soft-cap or sinks, or if attention weights are requested."""
     from hfpatch.model.attention import exists
 
     if not context.attentions or context.submodel is None:
-        return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
+        return NotNeeded("none of its own modules computes attention through transformers' AttentionInterface")
     now = context.attention
     if now == "eager":
         return NotNeeded("its attention is eager already")
     if not exists(now):
-        return Offered(f"its attention is {now!r}, which transformers does not know: its forward fails")
+        return Offered(f"its attention is {now!r}, which transformers does not have: its forward fails")
     if now.startswith("hfpatch_"):
-        return Refused(f"another patch chose its attention ({now}): revert that first")
+        return Refused(f"another patch chose its attention ({now}): revert that patch first")
     if context.dtype == "float16":
         return Refused(
-            f"eager attention overflows in float16 (logits above 65,504, padded rows); keep {now}, or take "
+            f"eager attention overflows in float16 (logits above 65,504, padded rows); keep {now}, or apply "
             "fp32-attention-logits"
         )
     lost = dropped(context)
     if lost:
-        return Offered(f"{now} attention drops its {lost}, which eager attention computes")
+        return Offered(f"{now} attention ignores its {lost}, which eager attention computes")
     if getattr(context.submodel.model.config, "output_attentions", False):
-        return Offered(f"attention weights are asked for, which {now} attention does not return")
+        return Offered(f"attention weights are requested, which {now} attention does not return")
     less = f"; in {context.dtype} it is less exact than sdpa" if context.dtype != "float32" else ""
-    return Offered(f"nothing here asks for eager attention, which needs more memory than {now}{less}", suggested=False)
+    return Offered(f"nothing here needs eager attention, which uses more memory than {now}{less}", suggested=False)
 
 
 def dropped(context: Context) -> str | None:
-    """What of its attention the implementation in use does not compute: sdpa knows neither caps nor sinks."""
+    """Return the part of the attention, soft-cap or sinks, that sdpa ignores if it is in use; None if nothing."""
     from hfpatch.model.attention import softcap
 
     if context.attention != "sdpa" or context.submodel is None:
@@ -76,12 +76,12 @@ def dropped(context: Context) -> str | None:
 
 
 def effect(context: Context, _target: Target) -> Effect:
-    """Equivalent, unless what is in use computes something else."""
+    """Equivalent, unless the implementation in use ignores a soft-cap or sinks."""
     return "changes-function" if dropped(context) else "equivalent"
 
 
 def symptom(trial: Trial) -> str | None:
-    """Logits that are not those of eager attention."""
+    """Logits differ from those of eager attention."""
     error = trial.error(trial.logits())
     return f"relative error {error:.2g} to eager attention" if not error < 1e-3 else None
 

@@ -1,19 +1,19 @@
-"""Gives an object that holds a language model a `get_input_embeddings` that works.
+"""Adds a working `get_input_embeddings` to an object that holds a language model.
 
 ## What goes wrong
 Code that needs the token embedding calls `get_input_embeddings()`. A hand-written multimodal module has no
-such method; DDP, DataParallel and compiled DDP hide it; `CLIPModel` raises. So projects carry chains of
-`model.model.model.embed_tokens` that break as soon as LoRA or a wrapper is added.
+such method; DDP, DataParallel and compiled DDP hide it; `CLIPModel` raises. Projects therefore use chains such as
+`model.model.model.embed_tokens`, which break as soon as LoRA or a wrapper is added.
 
 ## What this changes
-The object gets an instance attribute `get_input_embeddings` that asks `hfpatch.embed_tokens(model)` at
-each call, so it stays right after PEFT, a resize or a change of wrapper. Class and state dict stay as they are.
+The object gets an instance attribute `get_input_embeddings` that calls `hfpatch.embed_tokens(model)` each time, so
+it remains correct after PEFT, a resize or a change of wrapper. Class and state dict stay as they are.
 
 ## Numerics
 exact: no output changes.
 
 ## Known limits
-An object with two language models is refused: call `hfpatch.embed_tokens(model, submodel=...)` there. A
+An object with two language models is refused: call `hfpatch.embed_tokens(model, submodel=...)` instead. A
 model without a token embedding (a vision tower) is refused too.
 
 ## Sources
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def condition(context: Context) -> Verdict:
-    """Needed where the object's own method is missing or fails, and the resolver finds one embedding."""
+    """Needed if the object's own method does not return the one token embedding that `embed_tokens` finds."""
     from hfpatch.errors import NoEmbeddingError
     from hfpatch.model.embed import resolve
 
@@ -45,12 +45,12 @@ def condition(context: Context) -> Verdict:
         return Refused(str(error))
     got = own(context.survey.root)
     if got is wanted:
-        return NotNeeded("get_input_embeddings() gives the token embedding already")
-    return Needed(f"get_input_embeddings() gives none; the token embedding is that of {submodel.place}")
+        return NotNeeded("get_input_embeddings() already returns the token embedding")
+    return Needed(f"get_input_embeddings() does not return the token embedding, which is in {submodel.place}")
 
 
 def own(model: nn.Module) -> object:
-    """What the object's own `get_input_embeddings()` gives; None where it is missing or fails."""
+    """Return the result of the object's own `get_input_embeddings()`; None if it is missing or fails."""
     try:
         return model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     except (AttributeError, NotImplementedError, TypeError, RuntimeError, ValueError):
@@ -58,7 +58,7 @@ def own(model: nn.Module) -> object:
 
 
 def symptom(trial: Trial) -> str | None:
-    """No module that can be called with the case's token ids."""
+    """`get_input_embeddings()` is missing, fails, or returns a module that does not embed the case's token ids."""
     found = own(trial.model)
     if found is None:
         return f"{type(trial.model).__name__}.get_input_embeddings() is missing or fails"

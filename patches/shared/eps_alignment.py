@@ -1,34 +1,34 @@
 """Gives norms that were added to a model the eps of the backbone they feed.
 
 ## What goes wrong
-A norm bolted onto a language model keeps the eps its author typed (1e-4, or torch's 1e-5) where the
+A norm added to a language model keeps the eps its author chose (1e-4, or torch's 1e-5), although the
 backbone's norms use another (1e-6 in most). Rows of small variance then come out smaller than the
 backbone expects, and a checkpoint moved between two code bases that differ in eps gives other outputs.
 
 ## What this changes
 `eps` (or `variance_epsilon`) of added LayerNorms and RMSNorms that feed the backbone becomes that of its final norm:
-those after which only linear maps and elementwise functions come, as a run on made-up inputs shows, or their place
-beside the projector. An encoder's own norms, and those of which nothing tells, are left alone and named.
-Norms that are provably as they were made (weight 1, bias 0, trainable) are aligned in a bare apply; trained
-ones only when asked, because their weights were learned with the old eps. A half-precision weight without a
-bias proves nothing: there an optimizer's step is lost beside a 1. Native norms are never touched
-unless named with `options={"eps-alignment": {"modules": [...]}}`: many are meant to differ from the config
+norms that only linear maps and elementwise functions follow, as a run on synthetic inputs shows, or that lie beside
+the projector. An encoder's own norms, and norms whose use is unknown, are left alone and named.
+Norms with provably initial values (weight 1, bias 0, trainable) are aligned in a bare apply; trained
+norms only by name, because their weights were learned with the old eps. A half-precision weight without a
+bias proves nothing: an optimizer step on a 1 is rounded away. Native norms are never changed
+unless named with `options={"eps-alignment": {"modules": [...]}}`: many differ from the config by design
 (DeepSeek-V3's latent norms, mllama's pre and post norms, Qwen2.5-VL's vision norms).
 
 ## Numerics
-prepares on untrained norms, changes-function on trained ones. This is parity, not stability: a smaller eps
-raises the largest possible gain, 1/sqrt(eps), from 100 at 1e-4 to 1000 at 1e-6. Outputs move by about
+prepares on untrained norms, changes-function on trained ones. This gives parity, not stability: a smaller eps
+raises the largest possible gain, 1/sqrt(eps), from 100 at 1e-4 to 1000 at 1e-6. Outputs change, relatively, by about
 delta eps / (2 * mean square of the row).
 
 ## Known limits
-A norm whose eps is a literal inside its forward, a tensor or a property cannot be set. A norm that was
-frozen while what follows it was trained, and is unfrozen now, looks untrained. With
-several language models in one object the one that is fed cannot be told: name it with
+An eps that is a literal in the forward, a tensor or a property cannot be set. A norm that was
+frozen while later modules were trained, and is unfrozen now, counts as untrained. With
+several language models in one object, the one that the norms feed is unknown: name it with
 `options={"eps-alignment": {"backbone": "path.of.the.llm"}}`.
 
 ## Sources
 huggingface/transformers#38025, huggingface/transformers#48762, vllm-project/vllm#35515 (norms that do not
-follow the config); the SALMONN-style speech LLMs that set eps by hand.
+follow the config); SALMONN-style speech LLMs that set eps by hand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def backbone_eps(context: Context) -> float | None:
-    """Eps of the norm that ends the backbone's residual stream, rounded to what a person would have typed."""
+    """Return the eps of the backbone's final norm, rounded to six digits; None if it has none."""
     from hfpatch.model.norms import eps_of
 
     norm = context.stack.final_norm if context.stack else None
@@ -55,7 +55,7 @@ def backbone_eps(context: Context) -> float | None:
 
 
 def misaligned(context: Context, target: Target) -> bool:
-    """Whether a norm has an eps, and another than the backbone."""
+    """True if a norm has an eps that differs from the backbone's."""
     from hfpatch.model.norms import eps_of, same_eps
 
     eps, wanted = eps_of(target.module), backbone_eps(context)
@@ -63,10 +63,10 @@ def misaligned(context: Context, target: Target) -> bool:
 
 
 def condition(context: Context) -> Verdict:
-    """Needed where this submodel is the backbone of an added norm with another eps."""
+    """Needed if this submodel is the backbone of an added norm with another eps."""
     paths = [s.path for s in context.survey.submodels]
     if context.feeds not in paths and select.loose_norms().count(context):
-        return Refused(f"which backbone the added norms feed cannot be told: set the option backbone to one of {paths}")
+        return Refused(f"which backbone the added norms feed is unknown: set the option backbone to one of {paths}")
     added, left = NORMS.targets(context), _left_alone(context)
     if not added:
         return NotNeeded(f"no added norm feeds it; native norms keep the eps they came with{left}")
@@ -74,12 +74,12 @@ def condition(context: Context) -> Verdict:
     if wanted is None:
         return Refused(_no_eps(context))
     if not [t for t in added if misaligned(context, t)]:
-        return NotNeeded(f"of {len(added)} added norms, none has an eps that can be set and is not {wanted:g}{left}")
+        return NotNeeded(f"none of the {len(added)} added norms has an eps that can be set and is not {wanted:g}{left}")
     return Needed(f"added norms differ from the backbone's eps {wanted:g}{left}")
 
 
 def _left_alone(context: Context) -> str:
-    """The added norms with another eps that are not touched, each with the reason; empty where there are none."""
+    """Return the added norms with another eps that are left alone, with the reasons, as a phrase; empty if none."""
     from hfpatch.patching.stand_ins.feeding import left_alone, said
 
     if context.submodel is None:
@@ -91,17 +91,17 @@ def _left_alone(context: Context) -> str:
 
 
 def _no_eps(context: Context) -> str:
-    """Why there is no eps to align to: the norm that ends the stream has none, or was not found."""
-    from hfpatch.model.roles import unread
+    """Return why there is no eps to align to: the final norm has none, or was not found."""
+    from hfpatch.model.roles import why_unreadable
 
     if context.stack is not None and context.stack.final_norm is not None:
         return "the backbone's final norm has no eps to align to"
-    hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
-    return f"which norm ends the backbone's stream cannot be told: {hidden or 'no list of decoder layers was found'}"
+    hidden = context.submodel and not context.stacks and why_unreadable(context.survey, context.submodel)
+    return f"the backbone's final norm was not found: {hidden or 'it has no list of decoder layers'}"
 
 
 def effect(context: Context, target: Target) -> Effect:
-    """Prepares where nothing was learned with the old eps. Copies that PEFT keeps of one norm are judged together."""
+    """Prepares if the norm, with all copies that PEFT keeps of it, is untrained, else changes-function."""
     from hfpatch.model.norms import as_made, untrained
     from hfpatch.model.walk import without_copy
 
@@ -111,7 +111,7 @@ def effect(context: Context, target: Target) -> Effect:
 
 
 def symptom(trial: Trial) -> str | None:
-    """The composite's added norm has another eps than its backbone."""
+    """The composite's added norm has an eps that differs from its backbone's."""
     from hfpatch.model.norms import eps_of, is_norm, same_eps
 
     norms = {path: eps_of(m) for path, m in trial.model.named_modules() if is_norm(m)}

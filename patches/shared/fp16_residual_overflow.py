@@ -1,38 +1,38 @@
-"""Runs the residual stream in float32 where float16 cannot hold it.
+"""Runs the residual stream in float32 if float16 cannot hold it.
 
 ## What goes wrong
 Every decoder layer adds its branches to one running sum, the residual stream. In some models that sum
-passes 65,504, the largest float16, though no projection does: the addition gives inf, the next norm
+exceeds 65,504, the largest float16, although no projection does: the addition gives inf, the next norm
 turns it into NaN, and the loss is NaN at every step. Gemma 3 270M's stream reaches about 1e5, so the model
 is unusable when cast to float16, with and without autocast, with eager and sdpa attention.
 
-T5's feed-forward parts put out more than 65,504 by themselves. transformers keeps their last map, `wo`, in float32 for
-that, and clamps what is float16 nevertheless. float16 autocast undoes the one and escapes the other: `wo` puts out inf.
+In T5, the outputs of the feed-forward parts alone exceed 65,504. transformers therefore keeps their last map, `wo`, in
+float32, and clamps float16 values. float16 autocast computes `wo` in float16, before the clamp: its output is inf.
 
 ## What this changes
 The input of the first decoder layer is cast to float32, and the norms of the layers then write float32; torch's own
-norms, whose kernels want input and weight in one dtype, compute in float32. A norm after a branch (Gemma 2 and 3) is
-given float32 too: what it adds can pass 65,504 by itself. Attention and MLP get their input cast back to the dtype of
-their own weights, and the final norm's output is cast back too. An encoder and a decoder are each treated so. T5's `wo`
-computes in float32 and outside autocast, whatever its weights are in; so do your own maps and norms around a layer.
+norms, whose kernels need input and weight in one dtype, compute in float32. A norm after a branch (Gemma 2 and 3) gets
+float32 input too: its output alone can exceed 65,504. The inputs of attention and MLP are cast back to the dtype of
+their weights, and so is the final norm's output. This applies to an encoder and to a decoder. T5's `wo` computes in
+float32 and outside autocast, in any dtype of its weights; so do your own maps and norms around a layer.
 
 Weights, state dict and the dtype of `last_hidden_state` and of the KV cache stay as they are; `hidden_states` of inner
-layers are float32. Casting at the layer and not at the embedding keeps rotary tables and masks in the compute dtype.
+layers are float32. The cast at the layer, not at the embedding, keeps rotary tables and masks in the compute dtype.
 
 ## Numerics
-equivalent: the same function, with one rounding less at every addition. The additions cannot overflow and
+equivalent: the same function, with one rounding fewer at every addition. The additions cannot overflow and
 are exact to float32; matrix products are unchanged.
 
 ## Known limits
-Gemma 3 was tried with real weights; most other architectures only as tiny random models whose stream was made to
-overflow. A projection whose own output passes 65,504 is not mended. Whether this model's stream does overflow is not
-asked: every float16 stream of a served architecture is widened. Refused for layers or norms whose forward somebody
-else wrote, and for a module around a layer that, tried alone, does not compute on a float32 stream what it computes
-in float32. Add PEFT's AdaptionPrompt before the patch: it calls the projections past the casts. Where a function that
-you compiled around the model was called before the patch, call `torch._dynamo.reset()`. Layers that FSDP2 wraps later
-with a policy that casts the stream back raise at the first call. Not served: streams that are read before any norm
-(Gemma 3n, Gemma 4, OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). Nothing here outlives
-`save_pretrained`: a server that loads the checkpoint must patch it too.
+Gemma 3 was tested with real weights, most other architectures only as tiny random models whose stream was made to
+overflow. A projection whose own output exceeds 65,504 is not fixed. The patch does not test whether this model's
+stream overflows: it widens every float16 stream of a served architecture. Refused for layers or norms with a foreign
+forward, and for a module around a layer whose result on a float32 stream, in a test run, is not that of float32.
+Add PEFT's AdaptionPrompt before the patch: it calls the projections without the casts. If a function that you compiled
+around the model was called before the patch, call `torch._dynamo.reset()`. Layers that FSDP2 wraps later with a policy
+that casts the stream back raise at the first call. Not served: streams that are read before any norm
+(Gemma 3n, Gemma 4, OLMo 2), and layers that cast the stream to their norm's dtype (Mamba). `save_pretrained` does not
+save the patch: a server that loads the checkpoint must apply it too.
 
 ## Sources
 huggingface/transformers#36822, huggingface/transformers#39972 (symptom); measured on Gemma 3 270M with
@@ -73,14 +73,14 @@ ARCHITECTURES = (
     "solar_open", "stablelm", "starcoder2", "step3p5", "t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text",
     "unlimited_ocr_text", "vaultgemma", "whisper", "xglm", "xlstm", "youtu",
 )  # fmt: skip
-"""Gemma 3 was tried with real weights, the others on tiny models whose weights are scaled by their roles."""
+"""Gemma 3 was tested with real weights, the others as tiny models with weights scaled by their roles."""
 
 FOUR_LAYERS = frozenset({"deepseek_ocr2_text", "gemma4_unified_text", "gpt_neo", "granitemoehybrid", "lfm2_moe"})
-"""Their configs say something of each layer: only the depth of the tiny model will do."""
+"""Their configs have an entry for each layer, so the tiny model's depth is fixed."""
 
 T5 = ("t5", "mt5", "umt5", "longt5")
 
-LAYER_BODIES = (  # of transformers 5.24, some of 5.17; others are proved in the plan, on a tiny model
+LAYER_BODIES = (  # of transformers 5.24, some of 5.17; a plan proves others on a tiny model
     "8730c8be1de9", "85f10e34a98f", "f634ba73a07f", "3c942e335901", "ad4117f0a24d", "eee40f368455", "18ce8c997897",
     "f3524e68748a", "626b6a0f6852", "a1a7045af43e", "3ef3bf3931a2", "7e405834c751", "9392474cc48a", "b248046644b1",
     "c82f816dc1aa", "f2942ca5e8f1", "e313c544532e", "3d2555b16975", "2d822e762b21", "f416ee636206", "3b5ab36602f6",
@@ -100,22 +100,22 @@ NORM_BODIES = (  # the same
 )  # fmt: skip
 
 KEPT_IN_FLOAT32 = "wo"
-"""The last map of a feed-forward part of T5: transformers keeps it in float32, where nobody casts the model."""
+"""The last map of T5's feed-forward parts; `from_pretrained` keeps it in float32."""
 
 NORMALISED = (
     "bart", "bert", "bert-generation", "big_bird", "blenderbot-small", "camembert", "data2vec-text", "electra",
     "ernie", "fsmt", "git", "led", "marian", "minimax", "mvp", "openai-gpt", "plbart", "prophetnet", "rembert",
     "roberta", "roc_bert", "roformer", "trocr", "xlm", "xlm-roberta", "xlnet", "xmod",
 )  # fmt: skip
-NORMALISES = "its layers normalise every sum at once, so no stream grows from layer to layer"
+NORMALISES = "its layers normalise each sum immediately, so no stream grows from layer to layer"
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
 CASTS_STREAM = "its layers cast the stream to their norm's dtype; run it in bfloat16"
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
 
 
 def condition(context: Context) -> Verdict:
-    """Needed where the stream is, or is planned to be, float16."""
-    from hfpatch.model.roles import unread
+    """Needed if the stream is, or is planned to be, float16."""
+    from hfpatch.model.roles import why_unreadable
     from hfpatch.patching.stand_ins.wrapped import obstacle
 
     if context.submodel is not None and context.submodel.architecture in NORMALISED:
@@ -123,12 +123,12 @@ def condition(context: Context) -> Verdict:
     if not context.stacks and context.dtype != "float16":
         return NotNeeded(f"it computes in {context.dtype}, whose range holds a residual stream")
     if not context.stacks or any(s.final_norm is None for s in context.stacks) or context.stream_dtype is None:
-        hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
+        hidden = context.submodel and not context.stacks and why_unreadable(context.survey, context.submodel)
         return Refused(hidden or "no list of decoder layers with a final norm and weights was found")
     now, planned = dtype_name(context.stream_dtype), context.compute_dtype
     dtype = now if planned is None else dtype_name(planned)
     if dtype == "float32" and select.branch_maps(KEPT_IN_FLOAT32).count(context):
-        return Needed(f"float16 autocast would round what {KEPT_IN_FLOAT32} puts out; without it nothing changes")
+        return Needed(f"float16 autocast would round the output of {KEPT_IN_FLOAT32}; without autocast nothing changes")
     if dtype != "float16":
         return NotNeeded(f"the residual stream is {dtype}, whose range holds it")
     if why := obstacle(context.stacks, planned):
@@ -138,7 +138,7 @@ def condition(context: Context) -> Verdict:
 
 
 def symptom(trial: Trial) -> str | None:
-    """Non-finite logits, or logits farther from float32 than bfloat16's."""
+    """Logits are not finite, or farther from float32 than bfloat16's."""
     logits = trial.logits()
     if bad := int((~logits.isfinite()).sum()):
         return f"{bad} of {logits.numel()} logits are not finite"
@@ -147,18 +147,18 @@ def symptom(trial: Trial) -> str | None:
 
 
 def _overflowing(architecture: str) -> Case:
-    """Sixteen layers whose branches are finite in float16 and whose sum is not."""
+    """Return a case of sixteen layers whose branches are finite in float16 and whose sum is not."""
     config = {} if architecture in FOUR_LAYERS else {"num_hidden_layers": 16}
     return Case(architecture, "float16", config=config, overflow=True)
 
 
 def _under_autocast(architecture: str) -> Case:
-    """float32 weights whose feed-forward parts put out what float16 autocast cannot hold."""
+    """Return a case of float32 weights whose feed-forward outputs overflow under float16 autocast."""
     return Case(architecture, autocast="float16", scale={"*.wo.weight": 1e7})
 
 
 def _clamped(architecture: str) -> Case:
-    """Everything in float16: T5 clamps what does not fit, which is finite and wrong."""
+    """Return a case with all weights in float16: T5 clamps what overflows, so logits are finite and wrong."""
     return Case(architecture, "float16", scale={"*.wo.weight": 3e4, "*.wi*.weight": 3.0})
 
 

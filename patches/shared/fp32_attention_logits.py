@@ -1,30 +1,30 @@
-"""Computes attention logits in float32 where half precision cannot hold them.
+"""Computes attention logits in float32 if half precision cannot hold them.
 
 ## What goes wrong
 Eager attention multiplies queries by keys in the dtype of the weights. In float16 a product above 65,504 is
-inf and the loss NaN, though the scale that follows would have brought it back into range; a mask's lowest
-value plus a logit below -16 rounds to -inf, so that a padded row is NaN and spreads to real tokens, soft-cap or
-not. In bfloat16 nothing overflows, but a logit of 300 is rounded to the next 2.
+inf and the loss NaN, although the scale applied next would bring it back into range; a mask's lowest
+value plus a logit below -16 rounds to -inf, so a padded row is NaN and spreads to real tokens, even with a
+soft-cap. In bfloat16 nothing overflows, but a logit of 300 is rounded to a multiple of 2.
 
 ## What this changes
-The submodel's attention implementation becomes `hfpatch_fp32_logits`, set by transformers' own setter on this
-model's own copy of its config. Product and softmax run in float32 with autocast off inside; an upcast after the
-product, or before it under autocast, would do nothing. A row that may look at nothing gives 0. Soft-caps, sinks,
-sliding windows, grouped heads and caches stay. Where torch's fused attention can do the whole job it does,
-because it keeps its logits in float32 itself: memory then grows with the length and not with its square.
+The submodel's attention implementation becomes `hfpatch_fp32_logits`, set by transformers' setter on a copy of the
+config. Product and softmax run in float32 with autocast off; an upcast after the product, or before it under autocast,
+would have no effect. A fully masked row gives 0. Soft-caps, sinks, sliding windows, grouped heads and caches still
+work. torch's fused attention is used if it supports the call, because it keeps its logits in float32: memory then
+grows with the length and not with its square.
 
 ## Numerics
 equivalent: the same function. `benchmarks/attention_error.py` compares outputs and gradients with float64 at
-logits of standard deviation 1 to 1,024: on a CPU it is as near as sdpa's math backend.
+logits of standard deviation 1 to 1,024: on a CPU it is as accurate as sdpa's math backend.
 
 ## Known limits
-Soft-caps, sinks and position biases take the written-out form, whose memory grows with the square of the
-length, as eager attention's does. Attention that does not go through `AttentionInterface`, or whose eager
-form computes something else (it is tried on a few tokens), is refused. On CUDA the fused half-precision kernels
+With soft-caps, sinks and position biases the logits are computed explicitly: memory grows with the square of the
+length, as in eager attention. Attention that does not use `AttentionInterface`, or whose eager function computes
+something else (tested on a few tokens), is refused. On CUDA the fused half-precision kernels
 run: their outputs are within 1.3 times the math backend's error, their gradients are not (1.2 to 22 times, growing
-with the logits; stock sdpa has the same). Models whose layers do not pass `output_attentions` on (GPT-2, OPT)
-return no weights for more than 256 tokens or on CUDA; set `config.output_attentions` before the patch. A mask of
-integers means "may look" here. Offered only where layers without attention (recurrent ones) carry padded rows on.
+with the logits; the same as in stock sdpa). Models whose layers do not pass on `output_attentions` (GPT-2, OPT)
+return no weights for more than 256 tokens or on CUDA; set `config.output_attentions` before the patch. In an integer
+mask, nonzero means attend. Only offered if layers without attention (recurrent ones) carry padded rows on.
 
 ## Sources
 huggingface/transformers#33317, huggingface/transformers#17433 (symptoms); MaxText's float32 query-key product.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 NAMES = (edits.FP32_LOGITS, edits.FP32_LOGITS_MASKED)
 
 FAILING = {"*q_proj.bias": 120.0, "*k_proj.bias": -120.0}
-"""Products of about -115,000, the same for each pair of tokens: beyond float16, and no matter to a softmax."""
+"""Products of about -115,000, the same for each pair of tokens: beyond float16, and without effect on a softmax."""
 PADDED = {"*q_proj.bias": 6.0, "*k_proj.bias": -6.0}
 """Logits of about -100: added to float16's lowest value they give -inf."""
 
@@ -52,46 +52,46 @@ WHAT = "logits above 65,504 and padded rows become NaN"
 
 
 def condition(context: Context) -> Verdict:
-    """Needed for eager attention in float16; offered elsewhere."""
+    """Needed for eager attention in float16; otherwise offered."""
     from hfpatch.model.attention import exists, softcap
     from hfpatch.numerics.attention_functions import differs_from_eager
 
     if not context.attentions or context.submodel is None:
-        return NotNeeded("it has no attention of its own that goes through transformers' AttentionInterface")
+        return NotNeeded("none of its own modules computes attention through transformers' AttentionInterface")
     if context.attention.startswith("hfpatch_") and context.attention not in NAMES:
-        return Refused(f"another patch chose its attention ({context.attention}): revert that first")
+        return Refused(f"another patch chose its attention ({context.attention}): revert that patch first")
     cap = softcap(context.submodel.model.config)
     for attention in {a.eager: a for a in context.attentions}.values():
         difference = differs_from_eager(attention.eager, attention.module, cap)
         if difference:
             return Refused(f"{attention.path}: its eager attention {difference}, so it cannot be replaced")
     if not exists(context.attention):
-        return Refused(f"its attention is {context.attention!r}, which transformers does not know")
+        return Refused(f"its attention is {context.attention!r}, which transformers does not have; set another first")
     eager = context.attention in ("eager", *NAMES)
     if not eager:
-        return Offered(f"{context.attention} attention keeps its logits in float32 already", suggested=False)
+        return Offered(f"{context.attention} attention already keeps its logits in float32", suggested=False)
     if context.dtype == "float16" and hybrid(context):
         return Offered(
-            "eager attention in float16 makes NaN of large logits and padded rows; but layers without attention carry "
-            "padded rows on to real tokens, and those become 0 here"
+            "eager attention in float16 gives NaN for large logits and padded rows; but layers without attention carry "
+            "padded rows on to real tokens, and the patch sets these rows to 0"
         )
     if context.dtype == "float16":
-        what = f"padded rows become NaN, its soft-cap of {cap:g} notwithstanding" if cap else WHAT
+        what = f"padded rows become NaN, despite its soft-cap of {cap:g}" if cap else WHAT
         return Needed(f"eager attention in float16: {what}")
     if context.dtype == "bfloat16":
-        return Offered("eager attention in bfloat16 rounds each logit to 8 bits")
+        return Offered("eager attention in bfloat16 rounds each logit to 8 significant bits")
     return Offered(f"eager attention in {context.dtype} is exact; autocast to float16 would not be", suggested=False)
 
 
 def hybrid(context: Context) -> bool:
-    """Whether some decoder layers have no attention: recurrent ones, which carry what padded rows hold to others."""
+    """True if some decoder layers have no attention: recurrent ones carry padded rows on to real tokens."""
     holders = [a.path for a in context.attentions]
     items = [path for stack in context.stacks for path, _ in stack.items]
     return not all(any(p.startswith(f"{path}.") for p in holders) for path in items)
 
 
 def implementation(context: Context, _target: Target) -> str:
-    """Without masks that need not be made, where every module is causal and its model takes sdpa's masks."""
+    """Return the variant without masks if every module is causal and the model class accepts sdpa, else the other."""
     from hfpatch.compat.implementation import taken
 
     causal = all(getattr(a.module, "is_causal", False) for a in context.attentions)
@@ -100,7 +100,7 @@ def implementation(context: Context, _target: Target) -> str:
 
 
 def symptom(trial: Trial) -> str | None:
-    """Non-finite logits at real tokens, or logits farther from float32 than bfloat16's."""
+    """Logits at real tokens are not finite, or farther from float32 than bfloat16's."""
     logits = trial.logits()
     bad = int((~logits.isfinite()).sum())
     if bad:

@@ -1,33 +1,33 @@
-"""Gives a LoRA adapter the linear maps of its blocks that its target names miss.
+"""Adds layers to a LoRA adapter for the linear maps of its blocks that its target names miss.
 
 ## What goes wrong
-Target names copied from a Llama script match only what happens to bear them: q and v alone, or on a model with
-fused maps (qkv_proj, gate_up_proj) little more than the output projections. PEFT says nothing, the run trains
-a part of what was meant, and the loss stays higher than it should.
+Target names copied from a Llama script match only modules of these names: q and v alone, or on a model with
+fused maps (qkv_proj, gate_up_proj) little more than the output projections. PEFT gives no warning, the run trains
+only a part of the intended layers, and the loss stays higher than it should.
 
 ## What this changes
-Each active LoRA adapter of a PEFT model gains a layer on every linear map it misses in the blocks it lives in:
-the language model's where it adapts that, a tower's only where it adapts the tower, and only the blocks its
-config names by index. Routed experts, routers, heads, embeddings and projectors are left alone. Existing
-layers keep their weights and identity; `target_modules` of the config becomes the union, so that saving and
-loading work. New parameters are in `handle.new_parameters`, for the optimizer.
+Each active LoRA adapter of a PEFT model gains a layer on every linear map it misses in its blocks: the language
+model's if it adapts that, a tower's only if it adapts the tower, and only the blocks that its config selects by index,
+if it does. Routed experts, routers, heads, embeddings and projectors are left alone. Existing layers keep their weights
+and identity; `target_modules` of the config becomes the union, so saving and loading work. The new parameters are in
+`handle.new_parameters`, for the optimizer.
 
 ## Numerics
-adds-parameters. A is drawn as PEFT draws it (from torch's global generator, as many draws as PEFT itself would
-take for these modules), B is 0: outputs in evaluation mode stay bit-identical until a step is taken.
+adds-parameters. A is drawn as in PEFT (from torch's global generator, with as many draws as PEFT would
+make for these modules), B is 0: outputs in evaluation mode stay bit-identical until a step is taken.
 
 ## Known limits
-Before injection expand the config with `hfpatch.lora_config(model, base=config)`; a plain model is refused here.
-Refused: a regular expression as target (nothing can be joined to it), an adapter that is merged, one whose
+Before injection, expand the config with `hfpatch.lora_config(model, base=config)`; a plain model is refused here.
+Refused: a regular expression as target (no names can be added to it), an adapter that is merged, one whose
 initialisation changes the base (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA: loading would change it again), variants
-such as aLoRA or KaSA, and a model inside DDP, FSDP or DeepSpeed, which fix their parameters when they wrap,
+such as aLoRA or KaSA, a model inside DDP, FSDP or DeepSpeed, which register their parameters when they wrap,
 and a missed map whose weights are on meta, because they are offloaded or not loaded.
-Reverting takes the new layers out, trained or not (and says so), and nothing else; layers of adapters added later
-stay. A DDP, FSDP or DeepSpeed wrapper has to come off first, and is not seen when only the model in it is passed.
-Taking merged layers out rounds the base weights as PEFT's unmerge does. DoRA in half precision recomputes norms in
-another dtype than its magnitudes, so there outputs move by a rounding, as with DoRA's own layers. Where PEFT reads
-a name as routed experts (gate_proj in Qwen-like mixtures of experts), maps of that name are left out; `lora_config`
-reaches them before injection.
+A revert removes the new layers, trained or not (and reports it), and nothing else; layers of adapters added later
+stay. Remove a DDP, FSDP or DeepSpeed wrapper first; it is not detected if only the model in it is passed.
+Removing merged layers rounds the base weights, as PEFT's unmerge does. DoRA in half precision recomputes norms in
+another dtype than its magnitudes, so outputs change by rounding, as with DoRA's own layers. If PEFT takes a name for
+routed experts (gate_proj in Qwen-like mixtures of experts), maps of that name are left out; `lora_config` covers
+them before injection.
 
 ## Sources
 hiyouga/LlamaFactory#4020, huggingface/peft#1375, vllm-project/vllm#4915 (names that miss fused maps);
@@ -52,21 +52,22 @@ if TYPE_CHECKING:
 
 
 def condition(context: Context) -> Verdict:
-    """Needed where an active adapter misses a linear map that PEFT could adapt and can name."""
-    from hfpatch.lora.expand import cannot_grow, tuners, unmanaged
+    """Needed if an active adapter misses a linear map that PEFT can adapt and match by name."""
+    from hfpatch.lora.expand import has_unmanaged_layers, tuners, why_no_new_parameters
 
     found = tuners(context.survey)
     if not found:
-        if unmanaged(context.survey):
+        if has_unmanaged_layers(context.survey):
             return Refused(
-                "its LoRA layers were put in without a PEFT model around them (add_adapter, inject_adapter_in_model), "
-                "and only that can be expanded: expand the config first with hfpatch.lora_config(model, base=config)"
+                "LoRA layers were injected without a PEFT model around (add_adapter, inject_adapter_in_model), "
+                "and only a PEFT model can be expanded: expand the config before injection with "
+                "hfpatch.lora_config(model, base=config)"
             )
         return Refused(
-            "there is no PEFT model with LoRA here to expand: a new adapter that misses nothing is "
+            "there is no PEFT model with LoRA to expand: make an adapter on all linear maps with "
             "get_peft_model(model, hfpatch.lora_config(model))"
         )
-    if reason := cannot_grow(context.survey):
+    if reason := why_no_new_parameters(context.survey):
         return Refused(reason)
     gaps = [gap for tuner in found.values() for gap in gaps_of(context, tuner)]
     if problems := [gap.problem for gap in gaps if gap.problem]:
@@ -74,29 +75,35 @@ def condition(context: Context) -> Verdict:
     short = [gap for gap in gaps if gap.missing]
     if away := next((path for tuner in found.values() for path in _on_meta(context, tuner)), ""):
         return Refused(
-            f"the weight of {away} is on meta (offloaded, or not loaded), and a layer made for it would be too: its "
-            "outputs would be undefined; load it whole, or expand the config before injection with "
+            f"the weight of {away} is on meta (offloaded, or not loaded), and so would be a new layer on it, with "
+            "undefined outputs; load the model into memory, or expand the config before injection with "
             "hfpatch.lora_config(model, base=config)"
         )
     if not short:
-        return NotNeeded("; ".join(f"adapter {gap.adapter!r} has all it can: {gap.before}{gap.stays}" for gap in gaps))
+        return NotNeeded(
+            "; ".join(
+                f"adapter {gap.adapter!r} misses no map it could have: {gap.before}{gap.left_out_phrase}"
+                for gap in gaps
+            )
+        )
     return Needed(
         "; ".join(
-            f"adapter {gap.adapter!r} covers {gap.before}; with {len(gap.missing)} more modules {gap.after}{gap.stays}"
+            f"adapter {gap.adapter!r} covers {gap.before}; with {len(gap.missing)} more modules {gap.after}"
+            f"{gap.left_out_phrase}"
             for gap in short
         )
     )
 
 
 def gaps_of(context: Context, tuner: nn.Module) -> tuple[Gap, ...]:
-    """What each adapter in question of one PEFT model misses: the active ones, or those the option names."""
+    """Return the gaps of one PEFT model's adapters: of the active ones, or those that the option names."""
     from hfpatch.lora.expand import gaps
 
     return gaps(context.survey, tuner, context.options["adapters"])
 
 
 def symptom(trial: Trial) -> str | None:
-    """The adapter leaves out linear maps of the blocks."""
+    """An adapter misses linear maps of its blocks."""
     from hfpatch.lora.expand import gaps, tuners
     from hfpatch.model.survey import Survey
 
@@ -131,7 +138,7 @@ def _short(context: Context, tuner: nn.Module) -> list[Gap]:
 
 
 def _on_meta(context: Context, tuner: nn.Module) -> Iterable[str]:
-    """Paths of missed linear maps, from the object, whose weights are not in memory."""
+    """Yield the paths, from the root, of missed linear maps with weights on meta."""
     home = context.survey.path(tuner)
     for gap in _short(context, tuner):
         for path in gap.missing:

@@ -1,36 +1,34 @@
-"""Re-draws an added projector, so that its outputs are as large as the token embeddings beside them.
+"""Re-draws the initial weights of an added projector: its outputs become as large as the token embeddings.
 
 ## What goes wrong
-A projector that feeds speech or image features to a language model keeps torch's default initial values,
-whose outputs have an RMS of about 0.58 whatever the model. Token embeddings have another size: 1.03 in
-Gemma 3 270M (which scales inside its embedding module), 0.14 in SmolLM2 135M. The features then drown the text, or
-are drowned, until training has moved the projector that far.
+A projector that feeds speech or image features to a language model keeps torch's default initial values, whose outputs
+have an RMS of about 0.58 for any model. Token embeddings have another size: 1.03 in Gemma 3 270M (which scales inside
+its embedding module), 0.14 in SmolLM2 135M. One then dominates the other until training has corrected the projector.
 
 ## What this changes
-The weight of the linear layer that writes the embeddings is drawn anew, normal with mean 0, and its bias becomes 0.
-The std is chosen so that the outputs have the RMS of the token embeddings as the language model sees them:
-rms / (rms of what the layer reads * sqrt(fan_in)); `std` fixes it. A bare apply does so only where the layer provably
-holds torch's own initial values and may train (every float32 value lies on the lattice torch draws from, which one
-optimizer step leaves), something speaks for its being a projector (a name such as proj, connector, speech; an encoder
-or a norm of the width it reads), and the module around it puts out what the layer does. Any other is re-drawn only
-when the patch is named; LoRA matrices and layers of a 1 + tanh modulation never are. Of several layers the last is
-meant; where a norm, a gate or a residual path follows it, that is a refusal.
+The weight of the linear layer that writes the embeddings is re-drawn, normal with mean 0, and its bias becomes 0.
+The std gives the outputs the RMS of the token embeddings as the language model sees them:
+rms / (rms of the layer's input * sqrt(fan_in)); the option `std` overrides it. A bare apply does so only if the layer
+is trainable and provably holds torch's initial values (every float32 value lies on the lattice that torch draws from,
+which one optimizer step leaves), there is evidence that it is a projector (a name such as proj, connector, speech; an
+encoder or a norm of its input width), and its output is that of the module around it. Others are re-drawn only by name;
+LoRA matrices and 1 + tanh modulations never. Of several layers, only the last is re-drawn; if another operation
+follows it, the patch is refused.
 
 ## Numerics
-prepares on an untouched projector, reinitialises on any other. The RMS is met to sampling error: on Gemma 3 270M to
-0.1 % by one layer, to 1.1 % by two. The projector is assumed to read features of RMS 1, as a norm before it gives
-(`input_rms` says otherwise); the layers before the last are run on noise of that RMS to measure what it reads.
+prepares on an untrained projector, reinitialises on any other. The RMS is met up to sampling error: on Gemma 3 270M
+0.1 % with one layer, 1.1 % with two. Its input is assumed to have RMS 1, as after a norm (the option `input_rms`
+changes it); the layers before the last are run on noise of that RMS to measure the last layer's input.
 
 ## Known limits
-An untouched projector behind which something was trained looks untouched, and so does one of which a step moved a few
-elements only and by chance to other lattice points. In half precision, in float64 and below some 50 weights nothing is
+A projector counts as untrained even if later modules were trained on its output, or if a step moved only a few
+elements, by chance to other lattice points. In half precision, in float64 and below about 50 weights nothing is
 provable. The lattice was checked on CPUs and on one H200. Convolutions and sharded layers are refused; so are several
-projectors, of which `options={"projection-init": {"modules": ["path"]}}` names one. What follows a layer in the
-forward of the object itself is not seen.
+projectors, unless `options={"projection-init": {"modules": ["path"]}}` names them. Operations after a layer in the
+forward of the object itself are not seen.
 
 ## Sources
-The SALMONN-style speech LLMs that set std 0.02 by hand; `at::transformation::uniform_real` and
-`nn.Linear.reset_parameters` of torch.
+SALMONN-style speech LLMs that set std 0.02; torch's `at::transformation::uniform_real`, `nn.Linear.reset_parameters`.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ if TYPE_CHECKING:
 
 
 def condition(context: Context) -> Verdict:
-    """Needed where the fed language model has one projector and it is provably untouched."""
+    """Needed if one projector feeds the language model and provably holds its initial values."""
     from torch import nn
 
     from hfpatch.errors import RefusedError
     from hfpatch.model.named import check_submodel
-    from hfpatch.model.projector.projector import embedding_rms, output_rms, unfit
+    from hfpatch.model.projector.projector import embedding_rms, near_misses, output_rms
     from hfpatch.numerics.init import check_draw
 
     survey, backbone, options = context.survey, context.submodel, context.options
@@ -64,7 +62,7 @@ def condition(context: Context) -> Verdict:
     if backbone is None or context.feeds != backbone.path:
         if context.feeds is None and any(isinstance(m, nn.Linear) for m in context.added.values()):
             paths = [s.path for s in survey.submodels]
-            return Refused(f"which language model is fed cannot be told: set the option backbone to one of {paths}")
+            return Refused(f"which language model is fed is unknown: set the option backbone to one of {paths}")
         return NotNeeded("no added projector feeds it")
     named = _named(context)
     try:
@@ -76,29 +74,31 @@ def condition(context: Context) -> Verdict:
     embeddings = embedding_rms(survey, backbone)
     if not embeddings:
         why = "are all zero" if embeddings == 0 else "are not loaded, or sharded"
-        return Refused(f"token embeddings of {backbone.place} {why}: apply it where they can be read")
+        return Refused(f"the token embeddings of {backbone.place} {why}: apply the patch when they can be read")
     outer = float(options["input_rms"])
     wrote = ", ".join(f"{p.path} writes RMS {output_rms(survey, p, outer):.3g}" for p in chosen)
-    said = f"fed RMS {outer:g}, as after a norm, {wrote}; token embeddings as the model sees them have {embeddings:.3g}"
-    beside = [] if named else [text for text, speaks in unfit(survey, backbone, _modulated(context)) if speaks]
-    said = "; left as it is: ".join([said, *beside[:1]])
-    doubt = "" if proved_all(context, chosen) else "not provably untouched, so a new draw may forget something"
+    said = (
+        f"from an input of RMS {outer:g}, {wrote}; the token embeddings, as the model sees them, have {embeddings:.3g}"
+    )
+    misses = [] if named else [text for text, evident in near_misses(survey, backbone, _modulated(context)) if evident]
+    said = "; left as it is: ".join([said, *misses[:1]])
+    doubt = "" if proved_all(context, chosen) else "not provably untouched, so a new draw may discard training"
     if not named and not chosen[0].ends:
-        doubt = f"{chosen[0].at} cannot be run alone, and may change what that puts out"
+        doubt = f"{chosen[0].at} cannot be run alone, and may change the layer's output"
     if not named and not chosen[0].evidence:
-        doubt = f"neither its name nor an encoder or a norm before it says that {chosen[0].path} is a projector"
+        doubt = f"neither its name nor an encoder or a norm before it suggests that {chosen[0].path} is a projector"
     return Offered(f"{doubt}; {said}", suggested=False) if doubt else Needed(f"provably untouched; {said}")
 
 
 def proved_all(context: Context, chosen: Iterable[Projector]) -> bool:
-    """Whether all provably hold what torch drew."""
+    """True if all projectors provably hold the values that torch drew."""
     from hfpatch.model.projector.projector import proved
 
     return all(proved(context.survey, p) for p in chosen)
 
 
 def projectors(context: Context) -> tuple[Projector, ...]:
-    """The one projector of the fed model, or those that the option `modules` names."""
+    """Return the one projector that feeds the model, or those that the option `modules` names."""
     from hfpatch.model.projector.projector import choose
 
     if context.submodel is None:
@@ -107,7 +107,7 @@ def projectors(context: Context) -> tuple[Projector, ...]:
 
 
 def effect(context: Context, target: Target) -> Effect:
-    """Prepares where the layer provably holds what torch drew."""
+    """Prepares if the layer provably holds the values that torch drew, else reinitialises."""
     mine = [p for p in projectors(context) if target.path in dict(p.copies)]
     return "prepares" if proved_all(context, mine) else "reinitialises"
 
@@ -119,7 +119,7 @@ def _named(context: Context) -> tuple[str, ...]:
 
 
 def _modulated(context: Context) -> tuple[str, ...]:
-    """Paths of modules that multiply by 1 + tanh: their layers write factors, no embeddings."""
+    """Return the paths of modules that multiply by 1 + tanh: their layers write factors, not embeddings."""
     from hfpatch.model.walk import inside
     from hfpatch.patching.tanh.probe import modulations
 
@@ -149,7 +149,7 @@ def _zeros(_context: Context, _target: Target) -> object:
 
 
 def symptom(trial: Trial) -> str | None:
-    """The projector's outputs for features of RMS 1 are more than 1.5 times larger or smaller than embeddings."""
+    """The RMS of the projector's outputs for noise of RMS 1 differs from the embeddings' by a factor above 1.5."""
     import torch
 
     from hfpatch.model.embed import embed_tokens

@@ -1,1 +1,1 @@
-"""Layers that write into a language model's embedding space: found, measured, proved untouched."""
+"""Projectors, which write into a language model's embedding space: found, measured, and proved untrained."""

@@ -1,4 +1,4 @@
-"""What speaks for a linear layer being a projector: its name, or what stands before it."""
+"""Evidence that a linear layer is a projector: its name, or an encoder or a norm of its input width."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from hfpatch.model.walk import Submodel, inside
 PARTS = ("proj", "connector", "adapter", "adaptor", "merger", "bridge", "align", "resampler", "perceiver", "qformer")
 SOURCES = ("speech", "audio", "vision", "visual", "image", "video", "multimodal", "modality")
 WORDS = frozenset({"mm", "img"})
-OTHERWISE = frozenset(
+NOT_PROJECTORS = frozenset(
     {
         "head", "pool", "pooler", "time", "timestep", "cls", "classifier", "contrast", "contrastive", "value", "score",
         "reward", "critic", "gate", "router", "aux", "pos", "position", "modulation", "film",
     }
 )  # fmt: skip
-"""Words for layers that are something else, whatever else their name says."""
+"""Words in the names of layers that are not projectors, whatever else the name contains."""
 
 BRANCHES = re.compile(r"(q|k|v|o|qkv|out|in|up|down|gate|c)_proj")
-"""Names of layers of attention and MLPs: no evidence."""
+"""Names of layers in attention and MLPs, which are no evidence."""
 
 
 def by_name(names: Iterable[str]) -> str:
-    """The first of some names that is one for a projector; empty if there is none, or one is for something else."""
+    """Return the first name that suggests a projector; empty if none does, or if one suggests something else."""
     found = ""
     for name in names:
         words = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
-        if not OTHERWISE.isdisjoint(words):
+        if not NOT_PROJECTORS.isdisjoint(words):
             return ""
-        telling = any(p in name.lower() for p in (*PARTS, *SOURCES)) or not WORDS.isdisjoint(words)
-        if telling and not found and not BRANCHES.fullmatch(name):
+        suggests = any(p in name.lower() for p in (*PARTS, *SOURCES)) or not WORDS.isdisjoint(words)
+        if suggests and not found and not BRANCHES.fullmatch(name):
             found = name
     return found
 
 
-def by_place(survey: Survey, backbone: Submodel, at: str, reads: int, width: int | None) -> str:
-    """What stands before a module that reads `reads` features: an encoder, or a norm beside it; empty if nothing.
+def by_input(survey: Survey, backbone: Submodel, at: str, reads: int, width: int | None) -> str:
+    """Return the encoder or the norm that may feed a module of input width `reads`; empty if none was found.
 
-    An encoder is another submodel whose states, or some frames of them stacked, have this width.
+    The encoder is another submodel with this hidden size, or a divisor of it (stacked frames). The norm is an added
+    one beside the module, of this width.
     """
     for other in encoders(survey, backbone):
         size = getattr(other.model.config, "hidden_size", None)
@@ -57,15 +58,15 @@ def by_place(survey: Survey, backbone: Submodel, at: str, reads: int, width: int
 
 
 def encoders(survey: Survey, backbone: Submodel) -> list[Submodel]:
-    """Submodels beside a language model: not itself, and none that holds it."""
+    """Return the submodels beside a language model, without those that contain it."""
     return [s for s in survey.submodels if not inside(backbone.path, s.path)]
 
 
-def is_otherwise(names: Iterable[str]) -> bool:
-    """Whether one of some names is for something else than a projector."""
-    return any(not OTHERWISE.isdisjoint(w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", n)) for n in names)
+def names_something_else(names: Iterable[str]) -> bool:
+    """True if one of the names suggests a layer other than a projector."""
+    return any(not NOT_PROJECTORS.isdisjoint(w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", n)) for n in names)
 
 
-def own_name(module: nn.Module) -> str:
-    """Name of a module's class, where it is not torch's."""
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class; empty if torch defines it."""
     return "" if type(module).__module__.startswith("torch.") else type(module).__name__

@@ -1,4 +1,4 @@
-"""A module run on noise: what its linear layers read, and whether it puts out what the last of them does."""
+"""Runs a module on noise: the RMS of its linear layers' inputs, and whether its output is that of the last layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hfpatch.compat import hooks
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a module on noise: RMS of what each linear layer reads, by name in the order of the calls.
+    """A run of a module on noise.
 
     Attributes:
-        reads: As said; empty where it could not be run.
-        ends: Whether the module put out what the linear layer called last did.
+        reads: RMS of each linear layer's input, by name in the order of the calls; empty if it could not be run.
+        ends: Whether the module's output is that of the linear layer called last; None if it could not be run.
     """
 
     reads: Mapping[str, float]
@@ -28,12 +28,12 @@ class Run:
 
 
 def rms(values: torch.Tensor) -> float:
-    """Root of the mean square, in float64."""
+    """Return the root mean square, computed in float64."""
     return math.sqrt(float(values.detach().double().square().mean()))
 
 
 def run_on_noise(module: nn.Module, outer: float) -> Run:
-    """A run on noise of RMS `outer`, of a float32 copy in evaluation mode; random state and module stay as they are."""
+    """Run a float32 copy of a module in evaluation mode on noise of RMS `outer`; the random state is restored."""
     reads: dict[str, float] = {}
     wrote: dict[str, torch.Tensor] = {}
     if any(p.is_meta or hasattr(p, "device_mesh") for p in module.parameters()):
@@ -48,7 +48,7 @@ def run_on_noise(module: nn.Module, outer: float) -> Run:
 
     widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for size in widths:  # of the layer that reads the features, which need not be defined first
+        for size in widths:  # the layer that reads the features may not be defined first
             reads.clear()
             try:
                 tried = copy.deepcopy(module).cpu().float().eval()
@@ -56,7 +56,7 @@ def run_on_noise(module: nn.Module, outer: float) -> Run:
                     if isinstance(layer, nn.Linear):
                         hooks.after(layer, watch(name))
                 out = tried(torch.randn(1, 256, size, generator=torch.Generator().manual_seed(0)) * outer)
-            except Exception:  # noqa: BLE001, S112 - somebody else's forward, and it may raise anything
+            except Exception:  # noqa: BLE001, S112 - a foreign forward may raise anything
                 continue
             if not reads:
                 return Run(reads, None)
@@ -65,7 +65,7 @@ def run_on_noise(module: nn.Module, outer: float) -> Run:
 
 
 def _same(out: Any, wrote: torch.Tensor) -> bool:
-    """Whether what a module put out is what a layer did, whatever its shape."""
+    """True if a module's output, or its first item, has the values of a layer's output, in any shape."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     if not isinstance(first, torch.Tensor) or first.numel() != wrote.numel():
         return False

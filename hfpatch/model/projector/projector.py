@@ -22,24 +22,24 @@ from hfpatch.model.walk import Submodel, inside, without_copy
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HOLDS = frozenset({"base_layer", "original_module", "modules_to_save", "base_model", "model"})
-"""Names under which PEFT's modules hold a model's own ones; everything else in them is an adapter."""
+"""Names under which PEFT's modules hold the model's own modules; everything else in them is an adapter."""
 
 ROWS = 4096
-"""Token ids, and frames of noise, that are measured."""
+"""Number of token ids whose embeddings are measured."""
 
 
 @dataclass(frozen=True)
 class Projector:
-    """A linear layer, and the projector it ends.
+    """A projector and its last linear layer.
 
     Attributes:
-        path: Path of the layer; of several copies that PEFT keeps of it, the first.
+        path: Path of the layer; of the first copy, if PEFT keeps several.
         layer: The layer that writes the embeddings.
         inside: The projector: the layer itself, or the module that runs earlier layers before it.
-        copies: Every copy with its path, the first included.
+        copies: Every copy with its path, including the first.
         at: Path of `inside`.
-        ends: Whether the projector puts out what the layer does; None where it cannot be run.
-        evidence: What speaks for its being a projector (a name, or the path of what stands before it); may be empty.
+        ends: Whether the projector's output is the layer's output; None if it cannot be run.
+        evidence: Evidence that it is a projector (a name, or the module that may feed it); may be empty.
     """
 
     path: str
@@ -52,15 +52,15 @@ class Projector:
 
 
 def width(backbone: Submodel) -> int | None:
-    """Features of a token embedding; None where the model has none."""
+    """Return the width of the token embedding; None if the model has none."""
     table = _table(backbone)
     return None if table is None else int(table.weight.shape[1])
 
 
 def embedding_rms(survey: Survey, backbone: Submodel) -> float | None:
-    """RMS of the token embeddings as the language model sees them: the output of its embedding module.
+    """Return the RMS of the token embeddings as the language model sees them: the output of its embedding module.
 
-    Of all rows, or of 4,096 drawn with a fixed seed. None where the weights are not loaded, or sharded.
+    Over all rows, or 4,096 drawn with a fixed seed. None if it has no embedding, or the weights are on meta or sharded.
     """
     embedding, table = find_embedding(backbone.model), _table(backbone)
     if embedding is None or table is None or table.weight.is_meta or hasattr(table.weight, "device_mesh"):
@@ -78,7 +78,7 @@ def embedding_rms(survey: Survey, backbone: Submodel) -> float | None:
 
 
 def proved(survey: Survey, projector: Projector) -> bool:
-    """Whether it is provably untouched: copies that PEFT keeps of one layer are judged together."""
+    """True if every copy that PEFT keeps of the layer provably holds torch's initial values, and one is trainable."""
 
     def judge() -> bool:
         layers = [layer for _, layer in projector.copies]
@@ -90,9 +90,9 @@ def proved(survey: Survey, projector: Projector) -> bool:
 
 
 def input_rms(survey: Survey, projector: Projector, outer: float) -> float:
-    """RMS of what the layer reads, when the projector reads features of RMS `outer`.
+    """Return the RMS of the layer's input if the projector's input has RMS `outer`.
 
-    The earlier layers of the projector are run on noise, in a copy: nothing changes. Where that fails, `outer`.
+    A copy of the projector is run on noise; if that fails, the result is `outer`.
     """
     if projector.inside is projector.layer:
         return outer
@@ -101,7 +101,7 @@ def input_rms(survey: Survey, projector: Projector, outer: float) -> float:
 
 
 def output_rms(survey: Survey, projector: Projector, outer: float) -> float:
-    """RMS of what the layer writes as it is, bias left out, when the projector reads features of RMS `outer`."""
+    """Return the RMS of the layer's present output, without the bias, if the projector's input has RMS `outer`."""
     weight = projector.layer.weight.detach().float()
     return input_rms(survey, projector, outer) * float(weight.norm()) / math.sqrt(projector.layer.out_features)
 
@@ -109,19 +109,19 @@ def output_rms(survey: Survey, projector: Projector, outer: float) -> float:
 def choose(
     survey: Survey, backbone: Submodel, modules: Iterable[str], other: Iterable[str] = ()
 ) -> tuple[Projector, ...]:
-    """The one projector that feeds a language model, or those that are named by path.
+    """Return the one projector that feeds a language model, or the projectors at the given paths; empty if none.
 
-    One for which something speaks goes before others. If there is none, what looks like one and does not fit is a
-    refusal, and a layer for which nothing speaks is taken: see `Projector.evidence`.
+    A projector with evidence is preferred; see `Projector.evidence`. Without one, a layer that resembles a projector
+    and is unsuitable is a refusal; otherwise a layer without evidence is taken.
 
     Args:
-        survey: Of the object.
+        survey: Survey of the object.
         backbone: The language model.
-        modules: Paths that are named; none for what is found.
-        other: Paths of modules that are something else.
+        modules: Paths of the projectors; empty to search for one.
+        other: Paths of modules that are not projectors.
 
     Raises:
-        RefusedError: There are several and none is named, or one does not fit.
+        RefusedError: Several were found and none is named, or one is unsuitable.
     """
     if modules:
         named_ones = survey.once(("named", *modules), lambda: tuple(_named(survey, backbone, modules)))
@@ -129,32 +129,34 @@ def choose(
         return named_ones
     fit = [p for p in _candidates(survey, backbone, other) if p.ends is not False]
     strong = [p for p in fit if p.evidence]
-    sayings = unfit(survey, backbone, other)
-    telling = [text for text, speaks in sayings if speaks or not fit]
-    if not strong and telling:
-        raise RefusedError(telling[0])
+    misses = near_misses(survey, backbone, other)
+    reasons = [text for text, has_evidence in misses if has_evidence or not fit]
+    if not strong and reasons:
+        raise RefusedError(reasons[0])
     chosen = tuple(strong or fit)
     if len(chosen) > 1:
         paths = [p.path for p in chosen]
         raise RefusedError(
             f"several layers may be the projector: {', '.join(paths)}; "
-            f'name those meant with options={{"projection-init": {{"modules": {paths[:1]!r}}}}}'
+            f'name one or more with options={{"projection-init": {{"modules": {paths[:1]!r}}}}}'
         )
     _check_writable(survey, chosen)
     return chosen
 
 
-def unfit(survey: Survey, backbone: Submodel, other: Iterable[str] = ()) -> list[tuple[str, bool]]:
-    """Sentences on layers that may have been meant as a projector and do not fit; True if something speaks for it."""
+def near_misses(survey: Survey, backbone: Submodel, other: Iterable[str] = ()) -> list[tuple[str, bool]]:
+    """Return a sentence on each layer that resembles a projector and is unsuitable, and whether it has evidence."""
     out = [
         (_not_the_end(p.at, p.path), True)
         for p in _candidates(survey, backbone, other)
         if p.ends is False and p.evidence
     ]
-    for path, module in misfits(survey, backbone):
+    for path, module in unsuitable_layers(survey, backbone):
         if not _within(path, other):
             at, inside = _inside(survey, path)
-            out.append((_misfit(backbone, path, module), bool(_evidence(survey, backbone, path, at, inside, None))))
+            out.append(
+                (_why_unsuitable(backbone, path, module), bool(_evidence(survey, backbone, path, at, inside, None)))
+            )
     return out
 
 
@@ -169,8 +171,8 @@ def _within(path: str, others: Iterable[str]) -> bool:
 
 def _not_the_end(at: str, path: str) -> str:
     return (
-        f"what {at} puts out is not what {path} does, its last linear layer: something follows it, so the size of the "
-        f"outputs is not set by its weight; name {path} itself in the option modules to draw it all the same"
+        f"the output of {at} is not that of {path}, its last linear layer: another operation follows, so the weight "
+        f"does not set the size of the outputs; to re-draw it anyway, name {path} itself in the option modules"
     )
 
 
@@ -179,16 +181,16 @@ def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
         weight = parameters(layer).get("weight")
         if weight is None:
             raise RefusedError(
-                f"the weight of {path} is computed from others, not held: re-draw it before that is set up"
+                f"the weight of {path} is computed from other parameters: re-draw it before it is parametrised"
             )
         if weight.is_meta:
             raise RefusedError(
-                f"the weights of {path} are not loaded, or offloaded (on meta): plan again when they are in memory"
+                f"the weights of {path} are on meta (not loaded, or offloaded): plan again when they are in memory"
             )
         if hasattr(weight, "device_mesh"):
-            raise RefusedError(f"the weight of {path} is sharded: re-draw it before the model is")
+            raise RefusedError(f"the weight of {path} is sharded: re-draw it before the model is sharded")
         if not weight.is_floating_point():
-            raise RefusedError(f"the weight of {path} is quantised ({weight.dtype}): re-draw it before that")
+            raise RefusedError(f"the weight of {path} is quantised ({weight.dtype}): re-draw it before quantising")
         for other, module in survey.modules.items():
             if module is not layer and any(p is weight for p in parameters(module).values()):
                 raise RefusedError(f"the weight of {path} is also that of {other}: untie them first")
@@ -200,33 +202,33 @@ def _named(survey: Survey, backbone: Submodel, modules: Iterable[str]) -> Iterat
         if any(path.startswith(f"{other}.") for other in hits):
             continue
         if _is_adapter(survey, path):
-            raise RefusedError(f"{path} is part of an adapter, whose initial values are its own affair")
+            raise RefusedError(f"{path} is part of an adapter, which PEFT initialises: name another layer")
         projector = named(survey, path)
         if projector is None:
-            raise RefusedError(_misfit(backbone, path, survey.modules[path]))
+            raise RefusedError(_why_unsuitable(backbone, path, survey.modules[path]))
         if projector.layer.out_features != width(backbone):
-            raise RefusedError(_misfit(backbone, projector.path, projector.layer))
+            raise RefusedError(_why_unsuitable(backbone, projector.path, projector.layer))
         if projector.ends is False:
             raise RefusedError(_not_the_end(path, projector.path))
         yield projector
 
 
-def _misfit(backbone: Submodel, path: str, module: nn.Module) -> str:
+def _why_unsuitable(backbone: Submodel, path: str, module: nn.Module) -> str:
     if not isinstance(module, nn.Linear):
-        return f"{path} is a {type(module).__name__} and holds no linear layer to re-draw: only nn.Linear is served"
+        return f"{path} is a {type(module).__name__} and holds no linear layer: only nn.Linear can be re-drawn"
     size = width(backbone)
     return (
-        f"{path} puts out {module.out_features} features, the token embeddings of {backbone.place} have {size}: "
-        f"make its out_features {size}"
+        f"{path} has {module.out_features} output features, the token embeddings of {backbone.place} have {size}: "
+        f"set its out_features to {size}"
     )
 
 
 def found(survey: Survey, backbone: Submodel) -> tuple[Projector, ...]:
-    """The projectors that feed a language model, in the model's order.
+    """Return the projectors that may feed a language model, in the model's order, each with its last layer called.
 
-    Of a projector of several layers, the last one called. Not meant: adapters of PEFT, what lies in the
-    decoder layers or in a list of blocks, and a square layer by itself (it may be a head on the
-    language model's outputs), unless an encoder of that width is there.
+    PEFT adapters and layers in a list of modules do not count. A layer whose input has the embedding's width may be
+    a head on the language model's outputs, and counts only with an encoder of that width, or with evidence if it is
+    part of a larger module.
     """
     size = width(backbone)
     kept: dict[str, list[tuple[str, nn.Linear, nn.Module]]] = {}
@@ -240,16 +242,16 @@ def found(survey: Survey, backbone: Submodel) -> tuple[Projector, ...]:
             continue
         if path in _last(survey, at, inside):
             kept.setdefault(without_copy(path), []).append((path, layer, inside))
-    return tuple(_speaking(survey, backbone, _projector(each)) for each in kept.values())
+    return tuple(_with_evidence(survey, backbone, _projector(each)) for each in kept.values())
 
 
-def _speaking(survey: Survey, backbone: Submodel, projector: Projector) -> Projector:
-    """The projector, with what speaks for it and whether it ends its module."""
+def _with_evidence(survey: Survey, backbone: Submodel, projector: Projector) -> Projector:
+    """Return the projector with its evidence, and whether its layer's output is the module's."""
     path, inside = projector.path, projector.inside
     at = _inside(survey, path)[0]
-    speaks = _evidence(survey, backbone, path, at, inside, width(backbone))
+    found_evidence = _evidence(survey, backbone, path, at, inside, width(backbone))
     ends = True if inside is projector.layer else _run(survey, at, inside).ends
-    return replace(projector, at=at, ends=ends, evidence=speaks)
+    return replace(projector, at=at, ends=ends, evidence=found_evidence)
 
 
 def _evidence(survey: Survey, backbone: Submodel, path: str, at: str, inside: nn.Module, size: int | None) -> str:
@@ -257,22 +259,22 @@ def _evidence(survey: Survey, backbone: Submodel, path: str, at: str, inside: nn
     first = min(len(outer), len(whole)) - 1
     if first and isinstance(survey.modules.get(".".join(whole[:first])), (nn.ModuleList, nn.ModuleDict)):
         first -= 1
-    names = [*whole[first:], evidence.own_name(inside)]
-    if evidence.is_otherwise(names):
+    names = [*whole[first:], evidence.class_name(inside)]
+    if evidence.names_something_else(names):
         return ""
     reads = _reads(survey, at, inside)
-    return evidence.by_name(names) or (evidence.by_place(survey, backbone, at, reads, size) if reads else "")
+    return evidence.by_name(names) or (evidence.by_input(survey, backbone, at, reads, size) if reads else "")
 
 
 def _reads(survey: Survey, at: str, inside: nn.Module) -> int:
-    """Features that a projector reads: those of the linear layer it calls first, or that is defined first."""
+    """Return the input width of a projector: of the linear layer called first, or else defined first; 0 without one."""
     linears = {p: m for p, m in survey.below(at) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)}
     called = [] if inside in linears.values() else [f"{at}.{name}" for name in _run(survey, at, inside).reads]
     return next((linears[p].in_features for p in (*called, *linears) if p in linears), 0)
 
 
 def named(survey: Survey, path: str) -> Projector | None:
-    """The projector that a module named by the caller is or holds; None if it holds no linear layer."""
+    """Return the projector that the module at a path is or holds; None if it holds no linear layer."""
     module = survey.modules[path]
     linears = [(p, m) for p, m in survey.below(path) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)]
     if isinstance(module, nn.Linear):
@@ -287,27 +289,27 @@ def named(survey: Survey, path: str) -> Projector | None:
     return replace(_projector([(p, m, m if peft else module) for p, m in own]), at=path, ends=ends)
 
 
-def misfits(survey: Survey, backbone: Submodel) -> list[tuple[str, nn.Module]]:
-    """Added layers that may have been meant as a projector and cannot be, with their paths.
+def unsuitable_layers(survey: Survey, backbone: Submodel) -> list[tuple[str, nn.Module]]:
+    """Return added layers that resemble a projector and are unsuitable, with their paths.
 
-    Convolutions that write the embedding's width, and projectors that end in a linear layer of another.
+    These are convolutions with the embedding's width as output, and last linear layers with another output width.
     """
     size, out = width(backbone), list[tuple[str, nn.Module]]()
     for path, module in _layers(survey, backbone):
         if isinstance(module, CONVOLUTIONS):
-            unfit = module.out_channels == size
+            unsuitable = module.out_channels == size
         else:
             at, inside = _inside(survey, path)
             first = next(m for _, m in survey.below(at) if isinstance(m, nn.Linear))
             is_head = first.in_features == size
-            unfit = module.out_features != size and not is_head and path == _last(survey, at, inside)[-1]
-        if unfit and not _in_list(survey, path):
+            unsuitable = module.out_features != size and not is_head and path == _last(survey, at, inside)[-1]
+        if unsuitable and not _in_list(survey, path):
             out.append((path, module))
     return out
 
 
 def _layers(survey: Survey, backbone: Submodel) -> Iterator[tuple[str, Layer]]:
-    """Added layers with weights that may feed the backbone."""
+    """Yield the added linear layers and convolutions that may feed the backbone."""
     stacks = survey.stacks.get(backbone.path, ())
     for path, module in survey.added.items():
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_adapter(survey, path):
@@ -326,7 +328,7 @@ def _projector(copies: Iterable[tuple[str, nn.Linear, nn.Module]]) -> Projector:
 
 
 def _inside(survey: Survey, path: str) -> tuple[str, nn.Module]:
-    """The outermost module around a layer that can be a projector: it holds no submodel and is called as a whole."""
+    """Return the outermost module around a layer that can be a projector: no submodel in it, and not a plain list."""
     parts, best = path.split("."), path
     for end in range(len(parts) - 1, 0, -1):
         at = ".".join(parts[:end])
@@ -339,7 +341,7 @@ def _inside(survey: Survey, path: str) -> tuple[str, nn.Module]:
 
 
 def _last(survey: Survey, at: str, inside: nn.Module) -> list[str]:
-    """Of the linear layers of one projector, the one that is called last; all of them if it cannot be told."""
+    """Return the path of a projector's linear layer that is called last; of all of them if it cannot be run."""
     paths = [p for p, m in survey.below(at) if isinstance(m, nn.Linear) and not _is_adapter(survey, p)]
     if len(paths) < 2:
         return paths
@@ -356,7 +358,7 @@ def _place(outer: nn.Module, inner: nn.Module) -> str:
 
 
 def _in_list(survey: Survey, path: str) -> bool:
-    """Whether a layer lies in a list of blocks."""
+    """True if a layer lies in a list of blocks."""
     parts = path.split(".")
     return any(isinstance(survey.modules[".".join(parts[:end])], nn.ModuleList) for end in range(1, len(parts)))
 
