@@ -74,8 +74,8 @@ def eps_page(atlas: Mapping[str, Any]) -> str:
     from hfpatch.atlas.eps_audit import Departure, audit
 
     found = audit(atlas["architectures"])
-    apart = [d for d in found if d.apart]
-    same = [d for d in found if not d.apart]
+    apart = [d for d in found if d.differs]
+    same = [d for d in found if not d.differs]
 
     def lines(departures: Iterable[Departure]) -> list[tuple[str, ...]]:
         return [

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.atlas import atlas as module
-from hfpatch.atlas.atlas import architectures, of_architecture, read_atlas, read_row
+from hfpatch.atlas.atlas import architecture_facts, architectures, read_atlas, read_row
 from hfpatch.atlas.eps_audit import DESIGNED, DISPUTED, audit
 from hfpatch.errors import InputError
 from hfpatch.lab.tiny import tiny_model
@@ -131,7 +131,7 @@ def test_one_answer_from_config_live_and_directory(tmp_path: Path) -> None:
     for name in ("llama", "gemma3", "mixtral", "gpt2"):
         live = tiny_model(name)
         live.save_pretrained(tmp_path / name)
-        answers = [of_architecture(hfpatch.inspect(x).to_dict()) for x in (live, live.config, tmp_path / name)]
+        answers = [architecture_facts(hfpatch.inspect(x).to_dict()) for x in (live, live.config, tmp_path / name)]
         for row in (row for answer in answers for row in answer["attention"]):
             row.pop("implementation")  # no checkpoint says which one its weights were used with
         assert answers[0] == answers[1] == answers[2], name
@@ -253,8 +253,8 @@ def test_eps_audit_of_known_departures() -> None:
     rows = {a: read_row(a, ()).to_dict() for a in ("glm_moe_dsa", "deepseek_v3", "llama", "mllama")}
     found = {(d.architecture, d.norm.path): d for d in audit(rows)}
     disputed = found["glm_moe_dsa", "model.layers.*.self_attn.q_a_layernorm"]
-    assert (disputed.apart, disputed.verdict, disputed.norm.eps) == (True, DISPUTED, 1e-6)
+    assert (disputed.differs, disputed.verdict, disputed.norm.eps) == (True, DISPUTED, 1e-6)
     meant = found["deepseek_v3", "model.layers.*.self_attn.kv_a_layernorm"]
-    assert (meant.apart, meant.verdict) == (False, DESIGNED)
+    assert (meant.differs, meant.verdict) == (False, DESIGNED)
     assert found["mllama", "model.vision_model.layernorm_pre"].verdict == DESIGNED
     assert not any(name == "llama" for name, _ in found)

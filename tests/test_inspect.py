@@ -344,7 +344,7 @@ def test_hazards_of_float16() -> None:
     assert hfpatch.inspect(tiny_model("gemma3_text").bfloat16()).hazards == ()
     hazards = hfpatch.inspect(tiny_model("gemma3_text").half()).hazards
     assert len(hazards) == 2
-    assert hazards[0].startswith("float16 residual stream in model.layers: it can pass 65,504")
+    assert hazards[0].startswith("float16 residual stream in model.layers: it can exceed 65,504")
     assert hazards[1].startswith("eager attention in float16 in Gemma3ForCausalLM: the QK product can overflow")
     config = config_of("gemma3_text")
     config.dtype = torch.float16
@@ -357,17 +357,18 @@ def test_hazards_of_float16() -> None:
 
 def test_hazard_of_modules_kept_in_float32() -> None:
     model: Any = live("t5").half()
-    wanted = f"{2 * 3} weights are float16 that T5ForConditionalGeneration keeps in float32 (such as encoder.block.0."
+    kept = "although T5ForConditionalGeneration keeps them in float32 (such as encoder.block.0."
+    wanted = f"{2 * 3} weights are float16, {kept}"
     assert any(h.startswith(wanted) for h in hfpatch.inspect(model).hazards)
     config = config_of("t5")
     config.dtype = torch.float16  # loaded from a checkpoint they are float32
     info = hfpatch.inspect(config)
     assert set(info.dtypes) == {"float16", "float32"}
-    assert not any("keeps in float32" in h for h in info.hazards)
+    assert not any("keeps them in float32" in h for h in info.hazards)
     experts = config_of("deepseek_v3")
     experts.first_k_dense_replace = 0
     deepseek = transformers.DeepseekV3ForCausalLM(experts).bfloat16()
-    assert any("bfloat16 that DeepseekV3ForCausalLM keeps" in h for h in hfpatch.inspect(deepseek).hazards)
+    assert any("bfloat16, although DeepseekV3ForCausalLM keeps" in h for h in hfpatch.inspect(deepseek).hazards)
 
 
 def test_peft() -> None:

@@ -162,7 +162,7 @@ def test_task(task: str) -> None:
 
 
 def test_unknown_architecture() -> None:
-    with pytest.raises(InputError, match="'llamma': this transformers knows no such model_type"):
+    with pytest.raises(InputError, match=r"'llamma': transformers .* has no such model_type"):
         tiny_model("llamma")
 
 
@@ -172,7 +172,7 @@ def test_wrong_task() -> None:
 
 
 def test_no_language_model() -> None:
-    with pytest.raises(InputError, match="no language model of it; multimodal, seq2seq, causal"):
+    with pytest.raises(InputError, match="no language model of it for any of multimodal, seq2seq, causal"):
         tiny_model("vit")
 
 

@@ -1,1 +1,1 @@
-"""Every architecture of transformers, from its default config."""
+"""Facts about every architecture of transformers, from its default config."""

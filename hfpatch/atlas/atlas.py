@@ -1,4 +1,4 @@
-"""The atlas: what every architecture of transformers is, from its default config alone."""
+"""The atlas: facts about every architecture of transformers, from its default config."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAPPINGS = {
     "multimodal": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
-"""transformers' own lists of architectures, by the names they go by here."""
+"""Names used here -> names of transformers' mappings of architectures."""
 
 EXTRAS = ("timm", "torchvision", "pillow")
-"""Packages some architectures need: with them there may be more rows that build."""
+"""Packages that some architectures need to be built."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture: its facts as `ModelInfo.to_dict()` gives them, or why its default does not build."""
+    """One architecture: its facts, from `ModelInfo.to_dict()`, or the reason why its default config cannot be built."""
 
     architecture: str
     mappings: tuple[str, ...]
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Atlas(Shown):
-    """Every architecture, by name, and the versions that it was read from."""
+    """Every architecture, and the package versions from which they were read."""
 
     versions: dict[str, str | None]
     rows: tuple[Row, ...]
@@ -51,19 +51,19 @@ class Atlas(Shown):
         return {"versions": self.versions, "architectures": {r.architecture: r.to_dict() for r in self.rows}}
 
     def sheets(self) -> tuple[Sheet, ...]:
-        """As tables: how many there are of each kind; one row for each that builds; those that do not."""
+        """Return three tables: the number of each kind; the architectures that build; those that do not."""
         return tables.sheets(self.to_dict())
 
     def sheet(self) -> Sheet:
-        """Return the first table: how many there are of each kind."""
+        """Return the first table: the number of architectures of each kind."""
         return self.sheets()[0]
 
 
 def architectures() -> dict[str, tuple[str, ...]]:
-    """Every architecture that transformers maps to a causal, multimodal or encoder-decoder language model.
+    """Return every architecture that transformers maps to a causal, multimodal or encoder-decoder language model.
 
     Returns:
-        The mappings that have it, by name, in order of the names. Imports transformers but no model.
+        Architecture -> the keys of `MAPPINGS` that contain it, sorted by name. Imports no model class.
     """
     from transformers.models.auto import modeling_auto
 
@@ -75,7 +75,7 @@ def architectures() -> dict[str, tuple[str, ...]]:
 
 
 def versions() -> dict[str, str | None]:
-    """What the facts depend on: transformers, and the packages without which some architectures do not build."""
+    """Return the versions of transformers and of `EXTRAS`, on which the facts depend; None for a missing package."""
     found: dict[str, str | None] = {}
     for package in ("transformers", *EXTRAS):
         try:
@@ -88,7 +88,7 @@ def versions() -> dict[str, str | None]:
 def read_row(architecture: str, mappings: tuple[str, ...]) -> Row:
     """Read one architecture from its default config, built on meta.
 
-    Time and memory: 0.3 s, at most 3; a few MB for each thousand modules, given back.
+    Time: about 0.3 s, at most 3 s. Memory: a few MB per thousand modules, freed afterwards.
     """
     from transformers import CONFIG_MAPPING
 
@@ -99,16 +99,16 @@ def read_row(architecture: str, mappings: tuple[str, ...]) -> Row:
     try:
         config = CONFIG_MAPPING[architecture]()
     except REJECTIONS as error:
-        return Row(architecture, mappings, None, f"its default config is rejected by its own class: {_line(error)}")
+        return Row(architecture, mappings, None, f"its config class rejects its own defaults: {_line(error)}")
     try:
         facts = inspect(config).to_dict()
     except InputError as error:
         return Row(architecture, mappings, None, str(error))
-    return Row(architecture, mappings, of_architecture(facts), "")
+    return Row(architecture, mappings, architecture_facts(facts), "")
 
 
-def of_architecture(facts: dict[str, Any]) -> dict[str, Any]:
-    """What of `ModelInfo.to_dict()` holds for every model of an architecture's default config."""
+def architecture_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the items of `ModelInfo.to_dict()` that belong to an architecture, not to one loaded model."""
     return {key: value for key, value in facts.items() if key not in _OF_ONE_OBJECT}
 
 
@@ -123,12 +123,15 @@ def read_atlas(
     processes: int = 2,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Atlas:
-    """Read every architecture, in processes of their own; one that fails, however, is a row that says why.
+    """Read every architecture, in separate processes. If one fails, its row has the reason.
 
     Args:
         wanted: Architectures with their mappings; all if not given.
-        processes: How many; each takes some 400 MB.
-        progress: Called with 1 as each is done.
+        processes: Number of processes; each takes about 400 MB.
+        progress: Called with 1 after each architecture.
+
+    Returns:
+        The atlas, sorted by architecture.
 
     Time: see `benchmarks/inspect_all.py`.
     """
@@ -137,14 +140,14 @@ def read_atlas(
     for row in _rows(wanted, processes):
         done[row.architecture] = row
         progress(1)
-    for architecture in sorted(wanted.keys() - done.keys()):  # one of them ended its process: each gets its own
+    for architecture in sorted(wanted.keys() - done.keys()):  # one of them killed its process: now each has its own
         done.update({row.architecture: row for row in _rows({architecture: wanted[architecture]}, 1, last=True)})
         progress(1)
     return Atlas(versions(), tuple(done[a] for a in sorted(done)))
 
 
 def _rows(wanted: dict[str, tuple[str, ...]], processes: int, *, last: bool = False) -> Iterator[Row]:
-    """Rows as they come; none for what was lost when a process died, unless this is the last try."""
+    """Yield rows as they are finished; architectures lost when a process died get a row only in the last attempt."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_quiet) as pool:
         running: dict[Future[Row], str] = {pool.submit(read_row, a, m): a for a, m in wanted.items()}
         for future in as_completed(running):
@@ -153,7 +156,7 @@ def _rows(wanted: dict[str, tuple[str, ...]], processes: int, *, last: bool = Fa
                 yield future.result()
             elif last or not isinstance(error, BrokenProcessPool):
                 died = isinstance(error, BrokenProcessPool)
-                reason = "the process that built it died; is there memory enough?" if died else _line(error)
+                reason = "the process that built it died, possibly for lack of memory" if died else _line(error)
                 yield Row(architecture, wanted[architecture], None, f"could not be read: {reason}")
 
 
@@ -169,6 +172,6 @@ def _quiet() -> None:
 
 
 def _line(error: BaseException) -> str:
-    """What an exception says, in one line."""
+    """Return an exception's class and message in one line, of at most 300 characters."""
     text = re.sub(r"\s+", " ", str(error.__cause__ or error)).strip()
     return f"{type(error.__cause__ or error).__name__}: {text}"[:300]

@@ -1,4 +1,4 @@
-"""The eps audit: norms that do not follow the config key one would expect, and what is known to be right."""
+"""The eps audit: norms that do not follow the expected config key, with a verdict on those checked by hand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DESIGNED, DISPUTED, UNCHECKED = "as the reference", "disputed", "not checked"
 class Departure:
     """A kind of norm that follows no key of its own model's config.
 
-    `apart` says whether its eps is another number than the keys hold in the default config; where it is not, the two
-    part as soon as somebody sets the key.
+    `differs` is True if its eps differs from the keys' values in the default config; if not, it differs once the key
+    is changed.
     """
 
     architecture: str
     norm: NormKind
-    apart: bool
+    differs: bool
     verdict: str
     why: str
 
@@ -46,14 +46,14 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("glm_moe_dsa", "*.indexer.k_norm", DESIGNED, "a LayerNorm of the indexer, 1e-6 by design"),
     ("mllama", "*.layernorm_p*", DESIGNED, "pre and post norms of the vision tower, 1e-5 by design"),
 )
-"""(architecture, path, verdict, why): what was looked up by hand, the first that matches counts."""
+"""(architecture, path, verdict, why), checked by hand; the first match counts."""
 
 
 def audit(architectures: Mapping[str, Mapping[str, Any]]) -> tuple[Departure, ...]:
-    """Every departure in an atlas.
+    """Return every departure in an atlas.
 
     Args:
-        architectures: Rows of an atlas by name, as `Atlas.to_dict()` gives them.
+        architectures: Rows of an atlas by name, from `Atlas.to_dict()`.
     """
     return tuple(_departures(architectures))
 
@@ -71,8 +71,8 @@ def _departures(architectures: Mapping[str, Mapping[str, Any]]) -> Iterator[Depa
                 ),
                 (UNCHECKED, ""),
             )
-            apart = norm.eps not in [value for _, value in norm.expected]
-            yield Departure(architecture, norm, apart, verdict, why)
+            differs = norm.eps not in [value for _, value in norm.expected]
+            yield Departure(architecture, norm, differs, verdict, why)
 
 
 def _norms(rows: Iterable[Mapping[str, Any]]) -> Iterator[NormKind]:

@@ -11,10 +11,10 @@ COLUMNS = ("architecture", "parameters", "embedding", "head", "layers", "experts
 
 
 def sheets(atlas: Mapping[str, Any]) -> tuple[Sheet, ...]:
-    """How many there are of each kind; one row for each that builds; those that do not, with the reason.
+    """Return the number of each kind, the architectures that build, and those that do not, with the reason.
 
     Args:
-        atlas: As `Atlas.to_dict()` gives it.
+        atlas: The atlas, from `Atlas.to_dict()`.
     """
     rows = atlas["architectures"]
     built = {name: row for name, row in rows.items() if "reason" not in row}
@@ -29,7 +29,7 @@ def sheets(atlas: Mapping[str, Any]) -> tuple[Sheet, ...]:
 
 
 def cells(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """One architecture: everything in `COLUMNS` but its name."""
+    """Return the cells of one architecture, for `COLUMNS` without the name."""
     return (
         f"{facts['parameters']:,}",
         _lines(f"{e['path']}{_scale(e)}" for e in facts["embeddings"]),
@@ -42,7 +42,7 @@ def cells(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kinds(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """How many architectures there are of each kind."""
+    """Return (kind, number of architectures) for each kind."""
     built = [row for row in rows.values() if "reason" not in row]
 
     def count(holds: Callable[[Mapping[str, Any]], bool]) -> str:

@@ -1,1 +1,1 @@
-"""What `hfpatch inspect` tells of a model."""
+"""The facts about a model that `hfpatch inspect` shows."""

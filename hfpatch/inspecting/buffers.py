@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds: a model makes them itself, and what made them wrong no file can mend."""
+"""Buffers that no checkpoint holds: the model computes them, so loading weights does not correct wrong values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hfpatch.model.walk import starred
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of one name, class and shape at one place in every layer, that are not in the state dict.
+    """Buffers outside the state dict that have one name, class and shape in every layer.
 
-    `path` has list indices replaced by `*`; `rotary` says whether they hold the frequencies, or the table, of a rotary
-    position embedding. `shape` is that of each.
+    `path` has list indices replaced by `*`; `shape` is the shape of each; `rotary` is True if they hold the frequencies
+    or the table of a rotary position embedding.
     """
 
     path: str
@@ -33,7 +33,7 @@ class Buffers:
 
 
 def buffers_made(survey: Survey) -> tuple[Buffers, ...]:
-    """Every kind of buffer in an object that is not in its state dict, in module order. Reads only."""
+    """Return every kind of buffer that is not in an object's state dict, in module order. Changes nothing."""
     found: dict[tuple[str, str, tuple[int, ...], str, bool], int] = {}
     for path, module in survey.modules.items():
         own = buffers(module)
@@ -50,7 +50,7 @@ def buffers_made(survey: Survey) -> tuple[Buffers, ...]:
 
 
 def _is_rotary(cls: str, name: str, own: Iterable[str]) -> bool:
-    """Frequencies go by `inv_freq` wherever there are some, and what is kept beside them goes with them."""
+    """True if a buffer belongs to a rotary embedding, by its name, its class or an `inv_freq` beside it."""
     beside = {*own, name}
     told = "rot" in cls.lower() or "rope" in cls.lower()
     return told or any("inv_freq" in other for other in beside) or name.startswith(("cos", "sin"))

@@ -1,7 +1,7 @@
-"""Every kind of normalisation layer in a model, and where its eps comes from: proved, not guessed from equal values.
+"""Every kind of normalisation layer in a model, and the source of its eps, which is proved and not guessed.
 
-The class is rebuilt on meta from the config with each eps-like key set to a value of its own; a norm that
-shows such a value follows that key.
+The class is rebuilt on meta from the config with each eps-like key set to a unique value; a norm with such a value
+follows that key.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _EPS_KEY = re.compile(r"(?<!st)eps(ilon)?(_|$)")
 
 @dataclass(frozen=True)
 class NormKind:
-    """Norms of one class at one place in every layer.
+    """Norms of one class and eps that have the same place in every layer.
 
     `path` has list indices replaced by `*`. `source` is `config: <key>`, `class default` (of `__init__`),
     `hard-coded` (the class that holds the norm passes a number), `none (no eps)`, `added module`, or
-    `unknown` (its class cannot be rebuilt). `as_built` is the eps that the class gives for this config;
-    it differs from `eps` where the norm was changed since. `expected` are the eps keys, with their values, of the
-    config that belongs to the transformers model around the norm: what one would expect it to follow.
+    `unknown` (the model's class cannot be rebuilt). `as_built` is the eps that the class gives for this config;
+    it differs from `eps` if the norm was changed since. `expected` has the eps keys, with their values, of the
+    config of the transformers model around the norm: the keys that it should follow.
     """
 
     path: str
@@ -58,14 +58,14 @@ class NormKind:
 
     @property
     def follows(self) -> bool:
-        """Whether eps comes from a key that one would expect; True also where no key is there to follow."""
+        """True if eps comes from the expected config; also without a key, without an eps, and for added modules."""
         owners = tuple(f"{FROM_CONFIG}{key.rpartition('.')[0]}" for key, _ in self.expected)
-        # A key of a part within that part is as good: a tower that is no model of its own follows its own config.
+        # A key of a sub-config counts too: a tower that is not a transformers model follows its own config.
         return not owners or self.source in (NO_EPS, ADDED, UNKNOWN) or self.source.startswith(owners)
 
     @property
     def changed(self) -> bool:
-        """Whether the norm no longer has the eps it was built with."""
+        """True if the norm no longer has the eps it was built with."""
         return self.eps is not None and self.as_built is not None and not same_eps(self.eps, self.as_built)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,10 +83,10 @@ class NormKind:
 
 
 def norm_kinds(survey: Survey) -> tuple[NormKind, ...]:
-    """Every kind of norm in an object, in module order. Nothing is changed.
+    """Return every kind of norm in an object, in module order. Changes nothing.
 
-    Time: one build on meta of each outermost submodel with few layers, some ms; a second, full one only
-    where the short one lacks a norm.
+    Time: one build on meta of each outermost submodel with few layers, a few ms; a second, full build only
+    if the first lacks a norm.
     """
     rebuilt = {s.path: Rebuilt(s, cls) for s in survey.outermost_built if (cls := stock_class(s.model)) is not None}
     found: dict[tuple[str, str, str | None, float | None], list[nn.Module]] = {}
@@ -113,7 +113,7 @@ def _within(path: str, outer: str) -> bool:
 
 
 class Rebuilt:
-    """A submodel's class built again, on meta, from its config with marked eps values."""
+    """A submodel's class, rebuilt on meta from its config with marked eps values."""
 
     def __init__(self, submodel: Submodel, cls: type[PreTrainedModel]) -> None:
         self._prefix = len(starred(submodel.path))
@@ -125,7 +125,7 @@ class Rebuilt:
         self._marked = dict(zip(fresh, self._keys, strict=False))
 
     def trace(self, path: str, module: nn.Module) -> tuple[str, float | None]:
-        """Where the eps of a norm at this starred path comes from, and what it is when built."""
+        """Return the source of a norm's eps, and its value when built; `path` has list indices replaced by `*`."""
         place = plain(without_copy(path[self._prefix :]), "base_layer").lstrip(".")
         name = type(module).__name__
         built = (self._short or {}).get(place) or (self._full or {}).get(place)
@@ -142,7 +142,7 @@ class Rebuilt:
         return (CLASS_DEFAULT if stays else HARD_CODED), marker
 
     def keys_of(self, part: PreTrainedConfig | None) -> tuple[tuple[str, float], ...]:
-        """Eps keys of one part of the config, none of the parts in it, with values."""
+        """Return the eps keys of one config or sub-config, without those of its own sub-configs, with values."""
         return tuple((f"{owner}{key}", value) for owner, key, value in self._keys if _part(self._config, owner) is part)
 
     @cached_property
@@ -154,15 +154,15 @@ class Rebuilt:
         return self._norms(short=False)
 
     def _norms(self, *, short: bool) -> dict[str, tuple[str, float | None]] | None:
-        """(class, eps) of each norm by starred path; None where the class rejects the changed config."""
+        """Return (class, eps) of each norm by starred path; None if the class rejects the changed config."""
         config: Any = copy.deepcopy(self._config)
-        choose(config, "eager")  # no norm depends on it, and this machine may lack the one set
+        choose(config, "eager")  # no norm depends on it, and the one in use may not be installed
         try:
             if short:
                 cut_layers(config)
             for marker, (owner, key, _) in self._marked.items():
                 setattr(_part(config, owner), key, marker)
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some classes still draw on the CPU
                 model = self._cls(config)
         except REJECTIONS:
             return None
@@ -170,7 +170,7 @@ class Rebuilt:
 
 
 def eps_keys(config: PreTrainedConfig, owner: str = "") -> Iterator[tuple[str, str, float]]:
-    """Keys of a config and its sub-configs that look like an eps: ("" or "text_config.", key, value)."""
+    """Yield the eps-like keys of a config and its sub-configs: ("" or a prefix such as "text_config.", key, value)."""
     for key, value in vars(config).items():
         if isinstance(value, float) and _EPS_KEY.search(key.lower()):
             yield owner, key, value
@@ -186,7 +186,7 @@ def _part(config: PreTrainedConfig, owner: str) -> PreTrainedConfig:
 
 
 def _default(cls: type[nn.Module]) -> float | None:
-    """The default of the eps argument of a norm's `__init__`."""
+    """Return the default of the eps argument of a norm's `__init__`; None if it has none."""
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
         if "eps" in name and isinstance(parameter.default, float):
             return parameter.default

@@ -1,6 +1,6 @@
-"""Routed experts, what chooses among them, and the experts every token goes through: told from structure.
+"""Routed experts, their routers and the shared experts, from the model's structure.
 
-transformers 5 stacks the experts of a layer in three-dimensional parameters; older classes keep a list of modules.
+transformers 5 stacks the experts of a layer in three-dimensional parameters; older classes have a list of modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hfpatch.model.walk import dims, starred
 STACKED, LISTED = "stacked parameters", "list of modules"
 
 _COUNT = re.compile(r"experts(_for_\w+)?$|^moe_num_experts$")
-_CHOSEN = re.compile(r"^(num_)?(experts_)?top_?k(_experts)?$|experts_per_tok|num_selected_experts|^moe_(k|top_?k)$")
+_PER_TOKEN = re.compile(r"^(num_)?(experts_)?top_?k(_experts)?$|experts_per_tok|num_selected_experts|^moe_(k|top_?k)$")
 _ROUTER = re.compile(r"gate|router|classifier|switch")
 _SHARED = re.compile(r"shared")
 
@@ -28,10 +28,10 @@ _SHARED = re.compile(r"shared")
 class Experts:
     """The routed experts at one place in every layer that has them.
 
-    `path` has indices of layers replaced by `*`. `count` is the experts of one layer, `per_token` how many of them a
-    token goes through (None where neither module nor config says), `layers` how many layers have them. `form` is
-    `stacked parameters`, whose names `parameters` gives, or `list of modules`. `router` is the path of the module
-    that chooses (None where it was not found), `shared` of the experts that every token goes through.
+    `path` has indices of layers replaced by `*`. `count` is the number of experts in one layer, `per_token` the number
+    that process each token (None if neither module nor config has it), `layers` the number of layers with experts.
+    `form` is `stacked parameters`, with their names in `parameters`, or `list of modules`. `router` is the path of the
+    router (None if it was not found), `shared` that of the shared experts (None if there are none).
     """
 
     path: str
@@ -52,7 +52,7 @@ class Experts:
 
 
 def experts(survey: Survey) -> tuple[Experts, ...]:
-    """Routed experts of an object, in module order. Reads only."""
+    """Return the routed experts of an object, in module order. Changes nothing."""
     found: dict[Experts, int] = {}
     counts: dict[str, frozenset[int]] = {}
     taken = "\n"  # in no path
@@ -75,14 +75,14 @@ def experts(survey: Survey) -> tuple[Experts, ...]:
             continue
         taken = f"{path}."
         outputs = {count, *(count + n for n in counts[home.path]), *(int(p.shape[0]) for p in stacks.values())}
-        router, shared = _around(survey, path, frozenset(outputs))
+        router, shared = _router_and_shared(survey, path, frozenset(outputs))
         names = () if listed else tuple(stacks)
         one = Experts(
             path=starred(path),
             cls=type(next(iter(module.children())) if listed else module).__name__,
             form=LISTED if listed else STACKED,
             count=count,
-            per_token=_chosen(survey, path, router, home.model.config),
+            per_token=_experts_per_token(survey, path, router, home.model.config),
             parameters=names,
             router=None if router is None else starred(router),
             router_cls=None if router is None else type(survey.modules[router]).__name__,
@@ -94,7 +94,7 @@ def experts(survey: Survey) -> tuple[Experts, ...]:
 
 
 def _counts(config: Any) -> Iterator[int]:
-    """Numbers of experts that a config, or a part of it, gives."""
+    """Yield the numbers of experts in a config and its sub-configs."""
     for key, value in vars(config).items():
         if hasattr(value, "model_type"):
             yield from _counts(value)
@@ -104,7 +104,7 @@ def _counts(config: Any) -> Iterator[int]:
 
 
 def _listed(module: nn.Module, counts: frozenset[int]) -> int | None:
-    """How many experts a list holds; None where it holds something else."""
+    """Return the number of experts in a list; None if its items are not experts."""
     children = [c for c in module.children() if next(c.parameters(), None) is not None]
     if len(children) < 2:
         return None
@@ -115,25 +115,25 @@ def _listed(module: nn.Module, counts: frozenset[int]) -> int | None:
 
 
 def _is_stack(children: list[nn.Module]) -> bool:
-    """Whether modules are layers rather than experts: an expert holds no norm and no list of its own."""
+    """True if modules are layers, not experts: the first holds a norm or a list."""
     return any("Norm" in type(m).__name__ or isinstance(m, nn.ModuleList) for m in children[0].modules())
 
 
 def _stacked(module: nn.Module, stacks: dict[str, nn.Parameter], counts: frozenset[int]) -> int | None:
-    """How many experts are stacked in a module's own parameters; None where there are none."""
+    """Return the number of experts stacked in a module's own parameters; None if it has none."""
     if isinstance(module, (CONVOLUTIONS, nn.Linear, nn.Embedding)):
         return None
     named = "expert" in type(module).__name__.lower()
     deep = [int(p.shape[0]) for p in stacks.values() if dims(p) == 3 and min(p.shape) > 1]
     if found := [n for n in deep if n in counts] or [n for n in deep if named]:
-        return min(found)  # some stack experts that pass a token through with those that compute
-    if named and not any(True for _ in module.children()):  # dbrx: rows of all experts in one matrix
+        return min(found)  # some stack identity experts together with the computing ones
+    if named and not any(True for _ in module.children()):  # dbrx: one matrix with the rows of all experts
         return next((c for c in counts if all(p.shape[0] % c == 0 for p in stacks.values())), None)
     return None
 
 
-def _around(survey: Survey, path: str, outputs: frozenset[int]) -> tuple[str | None, str | None]:
-    """Paths of the router and of the shared experts beside routed ones, or beside the module that holds these."""
+def _router_and_shared(survey: Survey, path: str, outputs: frozenset[int]) -> tuple[str | None, str | None]:
+    """Return the paths of the router and of the shared experts beside the routed ones, or one level above."""
     router = shared = None
     place = path
     for _ in range(2):
@@ -144,34 +144,34 @@ def _around(survey: Survey, path: str, outputs: frozenset[int]) -> tuple[str | N
         beside = {n: m for n, m in holder.named_children() if f"{place}.{n}" != inner}
         if router is None:
             own = {n: m for n, m in beside.items() if not _SHARED.search(n)}
-            found = [n for n, m in own.items() if _routes(m, outputs)]
+            found = [n for n, m in own.items() if _is_router(m, outputs)]
             found.sort(key=lambda n: _ROUTER.search(f"{n} {type(own[n]).__name__}".lower()) is None)
-            found += [n for n, m in own.items() if "Router" in type(m).__name__]  # one that may choose no expert
+            found += [n for n, m in own.items() if "Router" in type(m).__name__]  # its output may have another size
             router = f"{place}.{found[0]}" if found else None
         if shared is None:
-            hits = (n for n, m in beside.items() if _SHARED.search(n) and "gate" not in n and _maps(m))
+            hits = (n for n, m in beside.items() if _SHARED.search(n) and "gate" not in n and _has_matrix(m))
             shared = next((f"{place}.{n}" for n in hits), None)
     return router, shared
 
 
-def _routes(module: nn.Module, outputs: frozenset[int]) -> bool:
-    """Whether a module ends in a map to one number for each expert."""
+def _is_router(module: nn.Module, outputs: frozenset[int]) -> bool:
+    """True if a module's last matrix has one row or column for each expert."""
     maps = [p for p in module.parameters() if dims(p) == 2]
     return (
         bool(maps) and bool(outputs.intersection(maps[-1].shape)) and not _SHARED.search(type(module).__name__.lower())
     )
 
 
-def _maps(module: nn.Module) -> bool:
+def _has_matrix(module: nn.Module) -> bool:
     return any(dims(p) > 1 for p in module.parameters())
 
 
-def _chosen(survey: Survey, path: str, router: str | None, config: Any) -> int | None:
-    """Experts a token goes through, as the router, the module around both, the experts or the config say."""
+def _experts_per_token(survey: Survey, path: str, router: str | None, config: Any) -> int | None:
+    """Return the number of experts per token, from the router, the modules around it or the config; None if unknown."""
     near = [survey.modules[p] for p in (router, path.rpartition(".")[0], path) if p is not None]
     for holder in (*near, *_parts(config)):
         for key, value in vars(holder).items():
-            if _CHOSEN.search(key) and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if _PER_TOKEN.search(key) and isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
 

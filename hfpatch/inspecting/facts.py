@@ -1,4 +1,4 @@
-"""Facts about a model that are not its norms: embeddings, heads, attention, what is wrapped around it, hazards."""
+"""Facts about a model: embeddings, heads, attention, wrappers, adapters and hazards."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SWITCHES = ("mup_enabled", "rescale_embeddings")
 
 @dataclass(frozen=True)
 class Embedding:
-    """A token embedding, and the factor on what its table holds.
+    """A token embedding, and the factor by which its rows are scaled.
 
     `scale_at` is `module: <attribute>` (calling the module gives scaled embeddings), `model: <attribute
-    or formula>` (the model scales what the module gives), or `none`.
+    or formula>` (the model scales the module's output), or `none`.
     """
 
     submodel: str
@@ -50,7 +50,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """An output layer, and whether its weight is that of a token embedding, the encoder's or the decoder's."""
+    """An output layer. `tied` is True if it shares its weight with an embedding, the encoder's or the decoder's."""
 
     submodel: str
     path: str
@@ -64,10 +64,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one config, and of the first module that has it.
+    """The attention implementation of one config.
 
-    `config` is the config's key in its submodel's ("" for that itself), `implementation` what is set,
-    `accepts` what the class takes, `note` why it refuses sdpa.
+    `path` and `cls` belong to the first model with this config. `config` is its key in the submodel's config ("" for
+    the submodel's config itself), `implementation` the one in use, `accepts` those that the class accepts, `note` why
+    it refuses sdpa.
     """
 
     path: str
@@ -84,7 +85,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Something around the model or a part of it: PEFT, DDP, DataParallel, torch.compile, FSDP, FSDP2."""
+    """A wrapper around the model or a part of it: PEFT, DDP, DataParallel, torch.compile, FSDP, FSDP2."""
 
     kind: str
     path: str
@@ -112,7 +113,7 @@ def _renamed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def embeddings(survey: Survey) -> tuple[Embedding, ...]:
-    """Each distinct token embedding, of the outermost submodel that has it."""
+    """Return each distinct token embedding, with the outermost submodel that has it."""
     found: dict[int, Embedding] = {}
     for submodel in survey.submodels:
         module = find_embedding(submodel.model)
@@ -129,22 +130,22 @@ def embeddings(survey: Survey) -> tuple[Embedding, ...]:
 
 def _scale(survey: Survey, embedding: nn.Module, submodel: Submodel) -> tuple[float | None, str]:
     for module in embedding.modules():
-        # On meta the buffer has no value, but the class keeps the number beside it.
+        # On meta the buffer has no value, but the class keeps the number in another attribute.
         for name in ("scalar_embed_scale", "embed_scale"):
             if (value := _number(getattr(module, name, None))) is not None:
                 return value, "module: embed_scale"
     weight = getattr(embedding, "weight", None)
-    for owner in survey.modules.values():  # several where encoder and decoder share it, as a module or as a weight
+    for owner in survey.modules.values():  # encoder and decoder may share it, as a module or as a weight
         if any(c is embedding or (isinstance(c, nn.Embedding) and c.weight is weight) for c in owner.children()):
             width = weight.shape[-1] if isinstance(weight, torch.Tensor) else None
-            value, name = _applied(owner, submodel, width)
+            value, name = _scale_in_forward(owner, submodel, width)
             if value is not None:
                 return value, f"model: {name}"
     return None, "none"
 
 
-def _applied(owner: nn.Module, submodel: Submodel, width: int | None) -> tuple[float | None, str]:
-    """The factor that a module's forward puts on its embeddings, told from the names its code uses."""
+def _scale_in_forward(owner: nn.Module, submodel: Submodel, width: int | None) -> tuple[float | None, str]:
+    """Return the factor that a module's forward applies to its embeddings, and its name, from the names in its code."""
     config: Any = getattr(owner, "config", submodel.model.config)
     used = _names(type(owner))
     for switch in used.intersection(_SWITCHES):
@@ -157,7 +158,7 @@ def _applied(owner: nn.Module, submodel: Submodel, width: int | None) -> tuple[f
                 value = float(width) ** 0.5
             if value is not None:
                 return value, name
-    for name in _roots(type(owner)):
+    for name in _square_roots(type(owner)):
         if width is not None and _number(getattr(owner, name, getattr(config, name, None))) == width:
             return float(width) ** 0.5, f"{name}**0.5"
     return None, ""
@@ -165,7 +166,7 @@ def _applied(owner: nn.Module, submodel: Submodel, width: int | None) -> tuple[f
 
 @cache
 def _names(cls: type[nn.Module]) -> frozenset[str]:
-    """Names in a class's forward, and in the methods of its own that this calls."""
+    """Return the names used in a class's forward, and in the methods of the class that it calls."""
     names: set[str] = set()
     waiting: list[Any] = [cls.forward]
     while waiting:
@@ -178,8 +179,8 @@ def _names(cls: type[nn.Module]) -> frozenset[str]:
 
 
 @cache
-def _roots(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Names of attributes that a class's forward takes the square root of."""
+def _square_roots(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the attributes of which a class's forward takes the square root."""
     try:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except (OSError, TypeError):
@@ -194,7 +195,7 @@ def _number(value: Any) -> float | None:
 
 
 def heads(survey: Survey) -> tuple[Head, ...]:
-    """Each distinct output layer over the vocabulary."""
+    """Return each distinct output layer over the vocabulary."""
     found: dict[int, Head] = {}
     for submodel in survey.submodels:
         getter: Any = type(submodel.model).get_output_embeddings
@@ -219,7 +220,7 @@ def _same_weight(head: nn.Module, embedding: nn.Module | None) -> bool:
 
 
 def attention(survey: Survey) -> tuple[Attention, ...]:
-    """The attention of each config in the model, in module order."""
+    """Return the attention implementation of each config in the model, in module order."""
     found: dict[int, Attention] = {}
     for path, model in survey.modules.items():
         if not isinstance(model, PreTrainedModel) or id(model.config) in found:
@@ -237,7 +238,7 @@ def attention(survey: Survey) -> tuple[Attention, ...]:
 
 
 def _key(root: PreTrainedConfig, wanted: PreTrainedConfig) -> str | None:
-    """Dotted key of a sub-config."""
+    """Return the dotted key of a sub-config; empty for the config itself, None if it is not part of it."""
     if root is wanted:
         return ""
     for name, part in vars(root).items():
@@ -247,7 +248,7 @@ def _key(root: PreTrainedConfig, wanted: PreTrainedConfig) -> str | None:
 
 
 def wrappers(survey: Survey) -> tuple[Wrapper, ...]:
-    """What is wrapped around modules, outermost first; FSDP2 on every layer is named once, at the top."""
+    """Return the wrappers, outermost first; FSDP on every layer is listed once, at its outermost place."""
     found: list[Wrapper] = []
     for path, module in survey.modules.items():
         kind = kind_of(type(module))
@@ -260,7 +261,7 @@ def wrappers(survey: Survey) -> tuple[Wrapper, ...]:
 
 
 def adapters(survey: Survey) -> tuple[Adapter, ...]:
-    """PEFT adapters in the model, by `get_peft_model` or by `model.add_adapter`."""
+    """Return the PEFT adapters in the model, from `get_peft_model` or `model.add_adapter`."""
     found: dict[str, Adapter] = {}
     for module in survey.modules.values():
         given: Any = module
@@ -280,19 +281,21 @@ def hazards(
     attentions: Iterable[Attention],
     dtypes: Iterable[torch.dtype],
 ) -> Iterator[str]:
-    """What can go wrong with this model as it stands, one sentence each.
+    """Yield the numerical hazards of this model in its present state, one sentence each.
 
     Args:
-        survey: Of the object.
-        stacks: Decoder stacks with the dtype of their residual stream.
-        attentions: See `attention`.
-        dtypes: Those that parameters have.
+        survey: Survey of the object.
+        stacks: Submodels and their stacks, with the dtype of the residual stream.
+        attentions: Result of `attention`.
+        dtypes: Dtypes of the parameters.
     """
     for submodel, stack, stream in stacks:
         there, _ = hooks.hooks_of(stack.layers[0][1])
-        patched = any(type(hook).__name__ == "CastInput" for hook in there.values())  # a hook, not a record of one
+        patched = any(
+            type(hook).__name__ == "CastInput" for hook in there.values()
+        )  # the hook itself, not a record of it
         if stream == torch.float16 and not patched and find_embedding(submodel.model) is not None:
-            yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
+            yield f"float16 residual stream in {stack.path}: it can exceed 65,504, the largest float16"
     for row in attentions:
         where = row.path or row.cls
         if row.implementation not in row.accepts and row.implementation in ("sdpa", "flex_attention"):
@@ -300,7 +303,7 @@ def hazards(
         if row.implementation == "eager" and weights_dtype(survey.modules[row.path]) == torch.float16:
             yield (
                 f"eager attention in float16 in {where}: the QK product can overflow, "
-                "left padding can give NaN at real tokens"
+                "and left padding can give NaN at real tokens"
             )
     for submodel in survey.outermost_built:
         for dtype in dtypes:
@@ -308,6 +311,6 @@ def hazards(
             if kept:
                 cls = type(submodel.model).__name__
                 yield (
-                    f"{len(kept)} weights are {dtype_name(dtype)} that {cls} keeps in float32 "
+                    f"{len(kept)} weights are {dtype_name(dtype)}, although {cls} keeps them in float32 "
                     f"(such as {kept[0]}): load with dtype= instead of casting"
                 )

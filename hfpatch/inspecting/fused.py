@@ -1,4 +1,4 @@
-"""Fused projections: one matrix whose output, or input, the code around it takes apart. Told from that code."""
+"""Fused projections: matrices whose output the module's code splits into parts. Read from that code."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hfpatch.model.survey import Survey
 from hfpatch.model.walk import dims, peek, starred
 
 _SPLITS = frozenset(("chunk", "split", "unbind", "tensor_split", "split_with_sizes"))
-_FACTS = frozenset(("shape", "dtype", "device", "size", "ndim", "numel", "dim", "stride"))
-_PASSING = re.compile(r"norm|act|conv|drop")
+_METADATA = frozenset(("shape", "dtype", "device", "size", "ndim", "numel", "dim", "stride"))
+_PASS_THROUGH = re.compile(r"norm|act|conv|drop")
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Matrices of one name at one place in every layer, whose output is split into `parts`.
+    """Matrices that have one name and place in every layer, and whose output is split into `parts`.
 
-    `path` has list indices replaced by `*`; `parts` are the names the code gives to what it gets, in its order.
+    `path` has list indices replaced by `*`; `parts` are the names of the parts in the code, in its order.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Fused:
 
 
 def fused(survey: Survey) -> tuple[Fused, ...]:
-    """Every kind of fused projection in an object, in module order. Reads only; source is read once for each class."""
+    """Return every kind of fused projection in an object, in module order. The source is read once per class."""
     found: dict[tuple[str, str, tuple[str, ...]], int] = {}
     for path, module in survey.modules.items():
         if type(module).__module__.startswith("torch.") or not (names := _matrices(module)):
@@ -54,9 +54,9 @@ def fused(survey: Survey) -> tuple[Fused, ...]:
 
 
 def _matrices(module: nn.Module) -> frozenset[str]:
-    """Names under which a module holds a matrix: a child that is one linear map, or a parameter of its own.
+    """Return the names of a module's matrices: children that are linear maps, and its own parameters.
 
-    What has `weight` itself is a linear map, or a router: what it gives is not taken apart in its own code.
+    A parameter `weight` does not count: its module is a linear map or a router, whose code does not split its output.
     """
     maps = (name for name, child in children(module).items() if child is not None and _is_map(child))
     return frozenset(
@@ -73,9 +73,9 @@ def _is_map(module: nn.Module) -> bool:
 
 @cache
 def splits(cls: type[nn.Module], names: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """Which of a class's matrices have an output that its code takes apart, and the names of the parts.
+    """Return the matrices of a class whose output its code splits -> the names of the parts.
 
-    What is put together again at once (the rotary and the plain half of a query) does not count.
+    Parts that are concatenated again (the rotary and the plain half of a query) do not count.
     """
     reading = _Reading(cls, names)
     reading.read("forward", {})
@@ -83,7 +83,7 @@ def splits(cls: type[nn.Module], names: frozenset[str]) -> dict[str, tuple[str, 
 
 
 class _Reading:
-    """Which values in a class's code come from which of its matrices, followed in the order of the source."""
+    """Tracks, in the order of the source, which values in a class's code come from which of its matrices."""
 
     def __init__(self, cls: type[nn.Module], names: frozenset[str]) -> None:
         self._cls = cls
@@ -95,12 +95,12 @@ class _Reading:
         self._read: set[tuple[str, frozenset[tuple[str, frozenset[str]]]]] = set()
 
     def taken_apart(self) -> dict[str, tuple[str, ...]]:
-        """Parts by name of the matrix, those that were put together again left out."""
+        """Return the parts by the name of the matrix, without those that are concatenated again."""
         parts: dict[str, tuple[str, ...]] = {}
         for name, pieces in self._pieces.items():
             numbers = [int(index) for index in pieces if index.isdigit()]
             if len(numbers) == len(pieces) and numbers != list(range(len(numbers))):
-                continue  # one of several outputs
+                continue  # only some of the outputs
             parts[name] = tuple(p for p in pieces.values() if not any(p in j and len(j) > 1 for j in self._joins))
         for name, whole in self._whole.items():
             if not any(join.issuperset(whole) for join in self._joins):
@@ -108,7 +108,7 @@ class _Reading:
         return {name: parts[name] for name in sorted(parts) if len(parts[name]) > 1}
 
     def read(self, function: str, known: dict[str, frozenset[str]]) -> None:
-        """Read one method, with what is known of its arguments, and those it calls."""
+        """Read a method and those it calls; `known` has the matrices from which its arguments come."""
         key = (function, frozenset(known.items()))
         tree = _tree(self._cls, function)
         if tree is None or key in self._read:
@@ -148,7 +148,7 @@ class _Reading:
             parts = tuple(t.id if isinstance(t, ast.Name) else "?" for t in target.elts)
             if split is not None:
                 known = tuple(p for p in parts if p != "_")
-                if len(known) > len(self._whole.get(split, ())):  # of several branches, that with most parts
+                if len(known) > len(self._whole.get(split, ())):  # of several branches, keep the one with most parts
                     self._whole[split] = known
             for part in parts:
                 values[part] = frozenset() if split is not None else origins
@@ -156,7 +156,7 @@ class _Reading:
             values[target.id] = origins
 
     def _split(self, node: ast.expr, values: dict[str, frozenset[str]]) -> str | None:
-        """The one matrix whose output an expression takes apart."""
+        """Return the one matrix whose output an expression splits; None if it is not such an expression."""
         if isinstance(node, ast.GeneratorExp):
             return self._split(node.generators[0].iter, values)
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in _SPLITS:
@@ -168,13 +168,13 @@ class _Reading:
         return next(iter(origins)) if len(origins) == 1 else None
 
     def _origins(self, node: ast.AST, values: dict[str, frozenset[str]], named: str | None = None) -> frozenset[str]:
-        """The matrices that a value comes from. Notes joins, pieces and calls of other methods on the way."""
+        """Return the matrices that a value comes from, and record joins, pieces and calls of other methods."""
         if isinstance(node, ast.Name):
             return values.get(node.id, frozenset())
         if isinstance(node, (ast.Compare, ast.Lambda)):
             return frozenset()
         if isinstance(node, ast.Attribute):
-            if node.attr in _FACTS:
+            if node.attr in _METADATA:
                 return frozenset()
             own = is_self(node.value) and node.attr in self._names
             return frozenset((node.attr,)) if own else self._origins(node.value, values)
@@ -200,7 +200,7 @@ class _Reading:
         function = node.func
         if not isinstance(function, ast.Attribute):
             return all_given
-        if function.attr in _FACTS:
+        if function.attr in _METADATA:
             return frozenset()
         if joins and node.args and isinstance(node.args[0], (ast.Tuple, ast.List)):
             self._joins.append({e.id for e in node.args[0].elts if isinstance(e, ast.Name)})
@@ -211,14 +211,14 @@ class _Reading:
             if tree is not None:
                 known = dict(zip((a.arg for a in tree.args.args[1:]), given, strict=False))
                 self.read(function.attr, {k: v for k, v in {**known, **words}.items() if v})
-            elif not _PASSING.search(function.attr):  # a module: what it gives is its own
+            elif not _PASS_THROUGH.search(function.attr):  # a module: its output is not that of the matrix
                 return frozenset()
             return all_given
         return all_given | self._origins(function.value, values)
 
 
 def _selects(index: ast.expr) -> bool:
-    """Whether an index picks features: a number, or after `...` a number or a slice that ends the index."""
+    """True if an index selects features: an integer, or after `...` an integer or a final slice."""
     if isinstance(index, ast.Constant):
         return isinstance(index.value, int)
     if not isinstance(index, ast.Tuple) or not isinstance(dots := index.elts[0], ast.Constant) or dots.value is not ...:
@@ -231,7 +231,7 @@ def _selects(index: ast.expr) -> bool:
 
 @cache
 def _tree(cls: type[nn.Module], name: str) -> ast.FunctionDef | None:
-    """A method of a class as a tree; None for what is no method, is torch's own, or has no source."""
+    """Return a method of a class as a tree; None if it is not a method, is torch's, or has no source."""
     function: Any = inspect.getattr_static(cls, name, None)
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or function.__module__.startswith("torch."):

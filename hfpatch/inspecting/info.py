@@ -1,4 +1,4 @@
-"""What `inspect` returns, as data and as tables."""
+"""The result of `inspect`, as data and as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfpatch.report import Sheet, Shown
 
 @dataclass(frozen=True)
 class SubmodelInfo:
-    """A transformers model inside: where, which, and how many parameters (shared ones once)."""
+    """A transformers model inside: its path, architecture, class and number of parameters (shared ones once)."""
 
     path: str
     architecture: str
@@ -30,7 +30,7 @@ class SubmodelInfo:
 
 @dataclass(frozen=True)
 class StackInfo:
-    """A residual stream: the path of its list of layers, how many, and the dtype the stream is in."""
+    """A residual stream: the path and length of its list of layers, and the dtype of the stream."""
 
     submodel: str
     path: str
@@ -46,8 +46,8 @@ class StackInfo:
 class ModelInfo(Shown):
     """Facts about a model. Prints as tables; `to_dict()` gives the same as JSON.
 
-    `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it.
-    `weights_loaded` is False where every parameter is on meta.
+    `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it by dtype.
+    `weights_loaded` is False if every parameter is on meta.
     """
 
     cls: str
@@ -79,7 +79,7 @@ class ModelInfo(Shown):
         class, architecture (None for a hand-written composite), name (hub name or directory), parameters,
         dtypes {dtype: parameters}, trainable, weights_loaded, declared_dtype, quantization, submodels,
         embeddings, heads, layers, stacks, norms, attention, experts, fused, buffers (those in no checkpoint),
-        wrappers, adapters, hazards; lists hold what the `to_dict` of each item says.
+        wrappers, adapters, hazards; lists hold the `to_dict()` of each item, hazards are sentences.
         """
         values = {"class" if k == "cls" else k: v for k, v in vars(self).items()}
         values["dtypes"] = dict(self.dtypes)
@@ -89,16 +89,16 @@ class ModelInfo(Shown):
         }
 
     def sheets(self) -> tuple[Sheet, ...]:
-        """As tables: facts, submodels where there are several, layers, experts, norms, attention, hazards."""
+        """Return the tables: facts, submodels, layers, experts, fused projections, norms, attention, hazards."""
         return _sheets(self)
 
     def sheet(self) -> Sheet:
-        """The first table: the facts that are one line each."""
+        """Return the first table: the facts with one line each."""
         return self.sheets()[0]
 
 
 def _sheets(info: ModelInfo) -> tuple[Sheet, ...]:
-    """Facts, submodels where there are several, layers, experts, fused projections, norms, attention, hazards."""
+    """Return the tables that have rows; submodels only if there are several."""
     out = [_facts(info)]
     if len(info.submodels) > 1:
         rows = tuple((s.path or "(root)", f"{s.cls}\n  {s.architecture}", f"{s.parameters:,}") for s in info.submodels)
@@ -149,7 +149,7 @@ def _embedding(e: Embedding) -> str:
 
 
 def _buffers(buffers: tuple[Buffers, ...]) -> list[str]:
-    """Rotary tables first; the others of one name in one line."""
+    """Return one line for rotary buffers and one for the others, which are counted by name."""
     rotary = [b.path for b in buffers if b.rotary and not b.path.endswith("original_inv_freq")]
     others: dict[str, int] = {}
     for b in buffers:
@@ -172,7 +172,7 @@ def _kind(kind: LayerKind, several: bool) -> str:
 
 
 def spans(indices: tuple[int, ...]) -> str:
-    """`0-2, 4` for 0, 1, 2, 4; equal steps as `3, 7, ... 31`."""
+    """Return `0-2, 4` for 0, 1, 2, 4; of more than four runs only the first two and the last: `3, 7, ... 31`."""
     runs: list[list[int]] = []
     for i in indices:
         if runs and i == runs[-1][-1] + 1:
@@ -195,7 +195,7 @@ def _others(row: Attention) -> str:
 
 
 def _norms(kinds: tuple[NormKind, ...]) -> tuple[tuple[str, ...], ...]:
-    """One row for the norms of a stack's layers, or of one parent, that share eps and source."""
+    """Return one row for the norms of a list's layers, or of one parent, that share eps and source."""
     rows: dict[tuple[str, str, str], list[NormKind]] = {}
     for kind in kinds:
         eps = "-" if kind.eps is None else f"{kind.eps:g}"

@@ -1,7 +1,7 @@
-"""The lists of layers in a model, what each perceives, and what mixes tokens in its layers: told from structure.
+"""The lists of layers in a model, their modality and their token mixers, from the model's structure.
 
-A layer holds a norm, matrices and, in at least one layer of its list, a mixer: attention, a state space, a
-convolution. A list of nothing but norms and matrices is a projector's, and left out.
+A layer holds a norm, matrices and, in at least one layer of its list, a mixer: attention, a state-space model, a
+convolution. A list without mixers is left out if its model has a list with mixers: it is a projector's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECURRENT = "recurrent"
 CONVOLUTION = "convolution"
 
 INSIDE = ("adapter", *ON_LAYERS)
-"""Wrappers that stand in the place of a layer or of a part of one."""
+"""Wrappers that replace a layer or a part of one."""
 
 _STATES = frozenset(("A_log", "D", "time_decay"))
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -49,10 +49,10 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers of one list that are alike: their class, what mixes tokens in them, and which they are.
+    """Layers of one list with the same class and token mixers; `layers` are their indices.
 
-    `mixers` are kinds with classes: attention, mamba, linear attention, rwkv, recurrent, convolution. Empty for a
-    layer that is a feed-forward part alone.
+    `mixers` are pairs of kind and class; kinds are attention, mamba, linear attention, rwkv, recurrent, convolution.
+    Empty for layers that are feed-forward only.
     """
 
     cls: str
@@ -61,7 +61,7 @@ class LayerKind:
 
     @property
     def kinds(self) -> str:
-        """What mixes tokens, in one phrase: `attention + mamba`."""
+        """The kinds of mixers as a phrase, such as `attention + mamba`."""
         return " + ".join(dict.fromkeys(kind for kind, _ in self.mixers)) or "feed-forward"
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,8 +74,8 @@ class LayerKind:
 class LayerList:
     """One list of layers.
 
-    `path` has the indices of outer lists (the stages of a pyramid) replaced by `*`; `layers` counts all of them.
-    `modality` is what the layers perceive: text, vision, audio, or other (a query former, an action expert).
+    `path` has the indices of outer lists (the stages of a pyramid) replaced by `*`; `layers` is the number of layers in
+    all of them. `modality` is text, vision, audio, or other (a query former, an action expert).
     """
 
     path: str
@@ -94,7 +94,7 @@ Items = list[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class _Held:
-    """What lies in a module and below it: a norm, how many matrices, which parameters that only a recurrence has."""
+    """The contents of a module: whether a norm, how many matrices, and which parameters that only recurrences have."""
 
     norm: bool
     matrices: int
@@ -102,7 +102,7 @@ class _Held:
 
 
 class _Layers:
-    """One reading of an object: what each module holds, asked bottom up once."""
+    """The contents of each module of an object, computed once, bottom up."""
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
@@ -110,13 +110,13 @@ class _Layers:
         self._sum(survey.root)
 
     def _sum(self, root: nn.Module) -> None:
-        """Without recursion: a model may be deeper than Python's stack, and hold itself."""
+        """Fill `held`, without recursion: a model may be deeper than Python's stack, and contain itself."""
         pending, opened = [root], set[int]()
         while pending:
             module = pending[-1]
             if id(module) in opened:
                 pending.pop()
-                if id(module) not in self.held:  # one module may have several places
+                if id(module) not in self.held:  # a module may have several paths
                     self.held[id(module)] = self._own_and_below(module)
                 continue
             opened.add(id(module))
@@ -133,7 +133,7 @@ class _Layers:
         )
 
     def lists(self) -> Iterator[tuple[str, Items]]:
-        """Lists of layers, in module order."""
+        """Yield the lists of layers, in module order."""
         mixing: list[tuple[str, Items]] = []
         bare: list[tuple[str, Items]] = []  # of norms and matrices alone
         taken = "\n"  # in no path
@@ -144,17 +144,17 @@ class _Layers:
             if not all(self.held[id(item)].matrices for _, item in items):
                 continue
             normed = [self.held[id(item)].norm for _, item in items]
-            if not all(normed[:-1]) or not any(normed):  # the last may be the way out
-                if self._spread(path, items):
+            if not all(normed[:-1]) or not any(normed):  # the last item may be an output layer
+                if self._is_split_layers(path, items):
                     mixing.append((path, items))
                 continue
             if any(isinstance(item, LISTS) or self._is_stage(item) for _, item in items):
-                continue  # the lists in it are met later in this walk
+                continue  # this loop reaches the inner lists later
             taken = f"{path}."
             mixers = [self.mixers(item) for _, item in items]
             if any(mixers):
                 branches = all(self.held[id(item)].matrices > 1 for _, item in items)
-                if branches:  # one convolution and its norm make patches or frames
+                if branches:  # a single convolution with its norm embeds patches or frames
                     mixing.append((path, items))
             else:
                 bare.append((path, items))
@@ -172,7 +172,7 @@ class _Layers:
         return "" if around is None else around[0]
 
     def _is_stage(self, item: nn.Module) -> bool:
-        """Whether a list in an item has whole layers for items: the step of a pyramid."""
+        """True if an item contains a list of layers: it is a stage of a pyramid."""
         return any(
             isinstance(m, LISTS)
             and len(m) > 0
@@ -180,8 +180,8 @@ class _Layers:
             for m in item.modules()
         )
 
-    def _spread(self, path: str, items: Items) -> bool:
-        """XLM keeps the parts of its layers in lists side by side: the list of mixers stands for all of them."""
+    def _is_split_layers(self, path: str, items: Items) -> bool:
+        """True for a list of mixers with a list of norms beside it: XLM has one list for each part of its layers."""
         if len(items) < 2 or not all(self.kind(item) for _, item in items):
             return False
         parent = self.survey.modules[path.rpartition(".")[0]]
@@ -193,14 +193,14 @@ class _Layers:
         )
 
     def mixers(self, layer: nn.Module) -> tuple[tuple[str, str], ...]:
-        """(kind, class) of the outermost modules in a layer that mix tokens; the layer's own, where it is one."""
+        """Return (kind, class) of the outermost token mixers in a layer, or of the layer if it is one."""
         found = self._below(layer)
         if not found and (kind := self.kind(layer)) is not None:
             found = [(kind, type(unwrap(layer, INSIDE)).__name__)]
         return tuple(dict.fromkeys(found))
 
     def _below(self, layer: nn.Module, met: set[int] | None = None) -> list[tuple[str, str]]:
-        met = set() if met is None else met  # a model may hold itself
+        met = set() if met is None else met  # a model may contain itself
         found: list[tuple[str, str]] = []
         for child in layer.children():
             if not self.held[id(child)].matrices or id(child) in met:
@@ -214,7 +214,7 @@ class _Layers:
         return found
 
     def kind(self, module: nn.Module) -> str | None:
-        """What kind of mixer a module is; None for one that is none, or merely holds one."""
+        """Return the kind of mixer that a module is; None if it is not one, or only contains one."""
         if isinstance(module, LISTS):
             return None
         if isinstance(module, CONVOLUTIONS):
@@ -223,7 +223,7 @@ class _Layers:
         if held.states:
             inner = (self.held[id(child)] for child in module.children())
             if any(h.states and h.matrices == held.matrices for h in inner) or held.matrices < 2:
-                return None  # a frame around the mixer, or a gate in it
+                return None  # a module around the mixer, or a gate in it
             return RWKV if "time_decay" in held.states else MAMBA if "D" in held.states else LINEAR_ATTENTION
         told = _kind_of(type(module))
         return told if held.matrices > (told != CONVOLUTION) else None
@@ -231,7 +231,7 @@ class _Layers:
 
 @cache
 def _kind_of(cls: type[nn.Module]) -> str | None:
-    """What kind of mixer a class is by its code and its name."""
+    """Return the kind of mixer that a class is, by its code and name; None if it is not one."""
     name = cls.__name__
     if name == "Conv1D":  # GPT-2's linear map
         return None
@@ -247,7 +247,7 @@ def _kind_of(cls: type[nn.Module]) -> str | None:
 
 
 def layer_lists(survey: Survey) -> tuple[LayerList, ...]:
-    """Every list of layers in an object, in module order. Reads only."""
+    """Return every list of layers in an object, in module order. Changes nothing."""
     reading = _Layers(survey)
     merged: dict[str, Items] = {}
     for path, items in reading.lists():
@@ -265,7 +265,7 @@ def layer_lists(survey: Survey) -> tuple[LayerList, ...]:
 
 
 def modality(survey: Survey, path: str, layer: nn.Module) -> str:
-    """What a layer perceives, told by the innermost part around it that says so."""
+    """Return the modality of a layer, from the innermost module around it whose name, class or inputs show it."""
     if told := re.search(r"(Audio|Vision)(?!.*Decoder)\w*(Layer|Block)$", type(unwrap(layer, INSIDE)).__name__):
         return told.group(1).lower()
     names = path.split(".")
@@ -286,7 +286,7 @@ def modality(survey: Survey, path: str, layer: nn.Module) -> str:
 
 
 def _composite(module: PreTrainedModel) -> bool:
-    """Whether a model is several: what it takes first says nothing of its parts."""
+    """True if a model has an embedding or inner models: its main input says nothing about its parts."""
     return find_embedding(module) is not None or any(
         isinstance(m, PreTrainedModel) and m is not module and m.config is not module.config for m in module.children()
     )

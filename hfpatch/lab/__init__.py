@@ -1,1 +1,1 @@
-"""Builds and rescales the toy models that cases are tried on."""
+"""Builds and rescales the tiny models on which cases are run."""

@@ -1,4 +1,4 @@
-"""Composites for cases about adapters: LoRA where many scripts stop, at q and v, and LoRA on all there is."""
+"""Composites for cases about adapters: LoRA on q and v only, as in many scripts, and LoRA on all linear maps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def peft_qv(llm: PreTrainedModel) -> nn.Module:
-    """A PEFT model with a trained adapter on q and v, or on the first linear map where those have other names.
+    """Return a PEFT model with a trained adapter on q and v, or on the first linear map if they have other names.
 
     Args:
         llm: The language model; it is changed.
@@ -25,10 +25,10 @@ def peft_qv(llm: PreTrainedModel) -> nn.Module:
 
 
 def peft_all(llm: PreTrainedModel) -> nn.Module:
-    """A PEFT model with a trained adapter on every linear map of its blocks.
+    """Return a PEFT model with a trained adapter on every linear map of its blocks.
 
     Args:
-        llm: The language model, with target names that PEFT takes as names of modules; it is changed.
+        llm: The language model, one whose target names PEFT takes for names of modules; it is changed.
 
     Raises:
         InputError: It has no linear map to adapt.

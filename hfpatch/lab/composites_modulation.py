@@ -1,4 +1,4 @@
-"""Tiny modulated language models, as people write them: a low-rank modulation at the output of each decoder layer."""
+"""Tiny language models with a typical modulation: a low-rank one at the output of each decoder layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Modulation(nn.Module):
         return h * (1 + torch.tanh(self.b_mult(low_rank))) + self.b_add(low_rank)
 
     def scaled(self, h: torch.Tensor, by: float) -> torch.Tensor:
-        """What the module makes of `h` where the modulation vector is `by` throughout."""
+        """Return the module's output for `h` if every element of the modulation vector is `by`."""
 
         def fill(_module: nn.Module, _args: Any, out: Any) -> torch.Tensor:
             return torch.full_like(out, by)
@@ -49,7 +49,7 @@ class Modulation(nn.Module):
 
 
 class Gate(nn.Module):
-    """`h + tanh(gate) * F h`: a branch that starts at 0, as in Flamingo and its descendants."""
+    """`h + tanh(gate) * F h`: a branch that starts at 0, as in Flamingo and models derived from it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,21 +62,21 @@ class Gate(nn.Module):
 
 
 class RunPart:
-    """A forward hook of a layer: its output goes through the layer's part `modulation`."""
+    """A forward hook that applies a layer's child `modulation` to its output."""
 
     def __call__(self, layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """The output, modulated; the first item of it where there are several."""
+        """Return the output, modulated; of a tuple, only the first item."""
         run: Any = layer.modulation
         return (run(output[0]), *output[1:]) if isinstance(output, tuple) else run(output)
 
 
 def modulated(llm: PreTrainedModel) -> nn.Module:
-    """The model with an untrained `Modulation` in each decoder layer."""
+    """Return the model with an untrained `Modulation` in each decoder layer. `llm` is changed."""
     return _with_parts(llm, Modulation)
 
 
 def trained_modulated(llm: PreTrainedModel) -> nn.Module:
-    """The same with modulations that were trained."""
+    """Return the model with a `Modulation` with nonzero weights in each decoder layer. `llm` is changed."""
     model = _with_parts(llm, Modulation)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -88,14 +88,14 @@ def trained_modulated(llm: PreTrainedModel) -> nn.Module:
 
 
 def gated(llm: PreTrainedModel) -> nn.Module:
-    """The model with a `Gate` in each decoder layer."""
+    """Return the model with a `Gate` in each decoder layer. `llm` is changed."""
     return _with_parts(llm, Gate)
 
 
 def _with_parts(llm: PreTrainedModel, part: type[Modulation] | type[Gate]) -> nn.Module:
     stacks = list(Survey(llm).stacks.values())
     if not stacks:
-        raise InputError(f"{type(llm).__name__} has no list of decoder layers to put modulations in")
+        raise InputError(f"{type(llm).__name__} has no list of decoder layers for modulations; use a decoder")
     width = int(llm.config.get_text_config().hidden_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

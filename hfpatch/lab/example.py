@@ -1,4 +1,4 @@
-"""A training batch for a tiny model of any architecture: text, and the images or sounds that it reads."""
+"""A training batch for a tiny model of any architecture: text, and images or audio if it reads them."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from hfpatch.errors import InputError
 from hfpatch.given import want
 from hfpatch.lab.example_audio import sounds
 from hfpatch.lab.example_images import images
-from hfpatch.lab.example_special import ASKED, SPECIAL
+from hfpatch.lab.example_special import PROMPTED, SPECIAL
 from hfpatch.lab.example_text import BATCH, insert, placeholder, placeholders, text
 from hfpatch.model.walk import MODEL
 
 COUNTS: dict[str, int] = {"granite4_vision": 10, "musicflamingo": 8, "qwen2_audio": 8}
-"""Features of the example's image or sound, where the model cannot be asked for them."""
+"""Architecture -> features per image or sound, if the model cannot be called to count them."""
 
 NOT_TRAINED: dict[str, str] = {
     "llama4": "its forward reads `image_outputs` from an output that has none (transformers 5.24)",
     "qwen2_5_omni": "it has no forward: what is trained is its thinker, the architecture qwen2_5_omni_thinker",
     "qwen3_omni_moe": "it has no forward: what is trained is its thinker, the architecture qwen3_omni_moe_thinker",
 }
-"""Architectures whose models can be built and take no training step, with the reason."""
+"""Architectures whose models can be built but not trained on a batch, with the reason."""
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """A small batch for a model of `tiny_model`, with labels; the first four tokens of the first row are padding.
+    """Return a small batch with labels for a model from `tiny_model`; the first row begins with four padding tokens.
 
-    Where the model reads images or sounds, each row has one of them, and as many placeholder tokens as the model
-    makes features of it, counted by its own `get_image_features` or `get_audio_features`.
+    If the model reads images or audio, each row has one, with a placeholder token for each of its features, counted
+    by the model's `get_image_features` or `get_audio_features`.
 
     Args:
-        model: A tiny model. It is run without gradients where features are counted; nothing is changed.
+        model: A tiny model. It is run without gradients to count features; nothing is changed.
 
     Returns:
-        Arguments for the model, on its device and in its dtype: `input_ids`, `attention_mask` and `labels`, each
-        [2, 12 + placeholders], what it reads besides (`pixel_values`, `image_grid_thw`, `input_features`, ...), and
-        none that its forward does not take. A model whose forward knows no labels gets none.
+        Arguments for the model, on its device and in its dtype: `input_ids`, `attention_mask` and `labels`, in most
+        architectures [2, 12 + placeholders], and other inputs (`pixel_values`, `image_grid_thw`, `input_features`,
+        ...). Only arguments that its forward takes are included, also `labels`.
 
     Raises:
-        InputError: The architecture's models take no training step (`NOT_TRAINED`).
+        InputError: `model` is not a transformers model, or its architecture cannot be trained (`NOT_TRAINED`).
     """
     want("example_inputs", model=(model, MODEL))
     config: Any = model.config
@@ -54,17 +54,17 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     for kind, made in (("image", images(config, reads)), ("audio", sounds(config, reads))):
         batch |= made
         if made and placeholder(config, kind) is not None:
-            insert(batch, placeholders(config, kind, _features(model, kind, _placed(model, made)) // BATCH))
+            insert(batch, placeholders(config, kind, _features(model, kind, _on_device_of(model, made)) // BATCH))
     if "pixel_values" in batch and (token := placeholder(config, "image")) is not None:
         batch |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (batch["input_ids"] == token).long())
     batch = {key: value for key, value in batch.items() if key in reads}
     if special := SPECIAL.get(config.model_type):
         special(model, batch)
-    return _placed(model, batch)
+    return _on_device_of(model, batch)
 
 
-def _placed(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors on the model's device, those of floating point in its dtype."""
+def _on_device_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch with tensors on the model's device, floating-point ones in its dtype."""
     return {
         key: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
         if isinstance(value, torch.Tensor)
@@ -74,12 +74,12 @@ def _placed(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _features(model: Any, kind: str, made: Mapping[str, Any]) -> int:
-    """Features that the model makes of the images or sounds of the whole batch; 0 where it cannot be asked."""
+    """Return the number of features of all images or sounds in the batch; 0 if the model has no method for it."""
     if (count := COUNTS.get(model.config.model_type)) is not None:
         return count * BATCH
     name = f"get_{kind}_features"
     owner = next((owner for owner in (model.base_model, model) if hasattr(owner, name)), None)
-    if owner is None or model.config.model_type in ASKED:
+    if owner is None or model.config.model_type in PROMPTED:
         return 0
     takes = inspect.signature(getattr(owner, name)).parameters
     with torch.no_grad():

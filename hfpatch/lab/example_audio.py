@@ -1,4 +1,4 @@
-"""A sound for each row of a batch, in the form in which an architecture reads it."""
+"""A sound for each row of a batch, in the format that an architecture reads."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hfpatch.lab.example_text import BATCH, wave
 
 FRAMES = 32
 OTHER_FRAMES: dict[str, int] = {**dict.fromkeys(("qwen3_asr", "qwen3_omni_moe_thinker"), 100), "voxtral_realtime": 96}
-"""By architecture: frames of a sound, where they are not 32."""
+"""Architecture -> frames per sound, if not 32."""
 
 HOP = 160
-"""Samples between two frames."""
+"""Samples per frame."""
 
 SAMPLES = 672
-"""Of a sound that is read as samples: all strides divide it."""
+"""Samples per sound, for models that read samples: a multiple of all strides."""
 
 BANDS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size")
-"""What configs call the number of frequency bands."""
+"""Config keys for the number of frequency bands."""
 
 FRAMES_FIRST = frozenset({
     "fun_asr_nano", "gemma4", "gemma4_unified", "granite_speech", "granite_speech_plus", "nemo_speechlm",
@@ -32,7 +32,7 @@ NO_CHANNEL = frozenset({"apertus1p5", "muse_spark"})
 
 
 def sounds(config: Any, reads: frozenset[str]) -> dict[str, Any]:
-    """What a forward that `reads` these arguments wants of one sound a row; empty where it wants none."""
+    """Return the audio inputs, one sound per row, among the arguments `reads` of a forward; empty if it has none."""
     made: dict[str, Any] = {}
     if "input_features" in reads:
         audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config

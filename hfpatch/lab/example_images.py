@@ -1,4 +1,4 @@
-"""An image for each row of a batch, in the form in which an architecture reads it."""
+"""An image for each row of a batch, in the format that an architecture reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hfpatch.lab.example_text import BATCH, wave
 
 GRIDS: dict[str, int] = dict.fromkeys(("gemma4_unified", "inkling2", "inkling2_loop"), 2)
-"""By architecture: patches in height and in width, where they are not 4."""
+"""Architecture -> patches in height and in width, if not 4."""
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "fuyu": (BATCH, 16, 48),
@@ -19,7 +19,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("inkling2", "inkling2_loop"), (BATCH * 4, 8, 8, 3)),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), (1, 3, 4, BATCH * 64)),
 }
-"""By architecture: a shape of `pixel_values` that no other has."""
+"""Architecture -> shape of `pixel_values`, if it has a special one."""
 
 FOLDED = frozenset({"kimi_k25", "paddleocr_vl"})
 """Architectures that read a list of patches as small images, not as flat rows."""
@@ -29,17 +29,17 @@ TILES: dict[str, int] = {
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), 2),
     "mllama": 4,
 }
-"""By architecture: images in a row, or tiles of one, where `pixel_values` has a dimension for them."""
+"""Architecture -> images per row, or tiles per image, if `pixel_values` has a dimension for them."""
 
 WHOLE_TILES = frozenset({"granite_docling", "pi0"})
-"""Architectures whose mask says which tiles there are, not which pixels."""
+"""Architectures whose mask marks tiles, not pixels."""
 
 NO_SIZES = frozenset({"llava"})
-"""Architectures whose forward passes `image_sizes` on to a tower that has no use for it here."""
+"""Architectures whose forward passes `image_sizes` on to a tower that does not use it here."""
 
 
 def images(config: Any, reads: frozenset[str]) -> dict[str, Any]:
-    """What a forward that `reads` these arguments wants of one image a row; empty where it wants none."""
+    """Return the image inputs, one image per row, among the arguments `reads` of a forward; empty if it has none."""
     if "pixel_values" not in reads:
         return {}
     vision = getattr(config, "vision_config", None) or config
@@ -72,7 +72,7 @@ def images(config: Any, reads: frozenset[str]) -> dict[str, Any]:
 
 
 def places(grid: int) -> torch.Tensor:
-    """Row and column of each patch of an image, [2, grid * grid, 2]."""
+    """Return the row and column of each patch of an image, [2, grid * grid, 2]."""
     return torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).expand(BATCH, -1, -1)
 
 

@@ -1,4 +1,4 @@
-"""What single architectures read besides text, images and sounds of the usual forms."""
+"""Inputs that only single architectures read, apart from text, images and audio in the usual formats."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hfpatch.lab.example_text import BATCH, BEFORE, LENGTH, insert, text, wave
 
 
 def _codes(model: Any, batch: dict[str, Any]) -> None:
-    """A text token and the codes of the sound at each step."""
+    """A text token and the audio codes at each step."""
     codes = torch.arange(BATCH * LENGTH * model.config.num_codebooks).reshape(BATCH, LENGTH, -1) % 16
     batch["input_ids"] = torch.cat([batch["input_ids"][..., None], codes], dim=-1)
 
 
 def _parallel_codes(model: Any, batch: dict[str, Any]) -> None:
-    """The codes of a sound: a row for each codebook to read, all of a step together to predict."""
+    """Audio codes: a row of input for each codebook; the labels have all codes of a step together."""
     books = model.config.num_codebooks
     batch["input_ids"] = batch["input_ids"].repeat_interleave(books, dim=0)
     batch["labels"] = batch["labels"][..., None].repeat(1, 1, books)
 
 
-def _states(model: Any, batch: dict[str, Any]) -> None:
-    """What the model that this one drafts for has computed: hidden states, and keys and values of two layers."""
+def _drafted_states(model: Any, batch: dict[str, Any]) -> None:
+    """Hidden states, and keys and values by layer type, of the model for which this one drafts."""
     config = model.config.get_text_config()
     batch.pop("input_ids", None)
     batch["inputs_embeds"] = wave(BATCH, LENGTH, model.pre_projection.in_features)
@@ -34,7 +34,7 @@ def _states(model: Any, batch: dict[str, Any]) -> None:
         own = config.per_layer_config[i]
         kv[layer] = (wave(BATCH, own.num_key_value_heads, LENGTH, own.head_dim),) * 2
     batch["shared_kv_states"] = kv
-    batch["output_hidden_states"] = True  # else it drops all tokens but the last, and slices an embedding it has not
+    batch["output_hidden_states"] = True  # else it keeps only the last token, and slices an embedding that it lacks
 
 
 def _protein(_model: Any, batch: dict[str, Any]) -> None:
@@ -44,20 +44,20 @@ def _protein(_model: Any, batch: dict[str, Any]) -> None:
 
 
 def _questions(model: Any, batch: dict[str, Any]) -> None:
-    """What the Q-Former is asked, and a placeholder for each of its queries."""
+    """The Q-Former's prompt, and a placeholder for each of its queries."""
     batch["qformer_input_ids"] = text()["input_ids"]
     insert(batch, [model.config.image_token_index] * model.config.num_query_tokens)
 
 
 def _frames_asked(model: Any, batch: dict[str, Any]) -> None:
-    """A video of two frames, each asked the same."""
+    """A video of two frames with the same prompt."""
     batch["pixel_values"] = batch["pixel_values"][:, None].repeat(1, 2, 1, 1, 1)
     batch["qformer_input_ids"] = text()["input_ids"]
     insert(batch, [model.config.video_token_index] * model.config.num_query_tokens * 2)
 
 
 def _image_positions(model: Any, batch: dict[str, Any]) -> None:
-    """Which tokens the image takes the place of."""
+    """Placeholders for the image, and the mask of their positions."""
     count = model.config.latent_query_num
     insert(batch, [2] * count)
     mask = torch.zeros_like(batch["input_ids"])
@@ -76,7 +76,7 @@ def _flat_image(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _flattened(width: int) -> torch.Tensor:
-    """Patches after their rows and columns, [2, 16, 2 + width]."""
+    """Return the row, the column and the values of each patch, [2, 16, 2 + width]."""
     return torch.cat([places(4).float(), wave(BATCH, 16, width)], dim=-1)
 
 
@@ -94,14 +94,14 @@ def _tiles(_model: Any, batch: dict[str, Any]) -> None:
 
 
 def _boxes(_model: Any, batch: dict[str, Any]) -> None:
-    """Where on the page each token is."""
+    """The position of each token on the page."""
     left = torch.linspace(0.1, 0.6, batch["input_ids"].shape[1])
     box = torch.stack([left, left / 2, left + 0.2, left / 2 + 0.2], dim=-1)
     batch["bbox"] = box.expand(BATCH, -1, -1)
 
 
 def _actions(model: Any, batch: dict[str, Any]) -> None:
-    """A robot's state, and the actions that are to be predicted from a noise."""
+    """A robot's state, and the actions to be predicted from noise."""
     config = model.config
     insert(batch, [config.vlm_config.image_token_index] * 16)
     batch.pop("labels", None)
@@ -112,7 +112,7 @@ def _actions(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _patches(model: Any, batch: dict[str, Any]) -> None:
-    """An image, which the forward takes without naming it: patches that are pooled to one feature."""
+    """An image, which is not a named argument of the forward: patches that are pooled to one feature."""
     side = model.config.vision_config.patch_size
     pool = model.config.vision_config.pooling_kernel_size
     batch["pixel_values"] = wave(BATCH, pool * pool, 3 * side * side)
@@ -121,7 +121,7 @@ def _patches(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _two_senses(model: Any, batch: dict[str, Any]) -> None:
-    """An image, whole and as one tile, and a sound."""
+    """An image, with one tile of it, and a sound."""
     vision, audio = model.config.vision_config, model.config.audio_config
     batch["image_pixel_values"] = wave(BATCH, 2, 3, 16, 16)
     batch["image_sizes"] = torch.tensor([[16, 16]] * BATCH)
@@ -133,7 +133,7 @@ def _two_senses(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _video(model: Any, batch: dict[str, Any]) -> None:
-    """A video of eight frames besides the image."""
+    """A video of eight frames, in addition to the image."""
     batch["pixel_values_videos"] = batch["pixel_values"][:, None].repeat(1, 8, 1, 1, 1)
     with torch.no_grad():
         frames = model.base_model.get_video_features(batch["pixel_values_videos"]).pooler_output
@@ -141,18 +141,18 @@ def _video(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _no_mask(_model: Any, batch: dict[str, Any]) -> None:
-    """The mask would choose among features, not frames."""
+    """No mask: it would select features, not frames."""
     del batch["input_features_mask"]
 
 
-ASKED = frozenset({"instructblip", "instructblipvideo"})
-"""Architectures whose features depend on more than the image."""
+PROMPTED = frozenset({"instructblip", "instructblipvideo"})
+"""Architectures whose features depend on a prompt as well as on the image."""
 
 SPECIAL: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "diffusion_gemma": _patches,
     "evolla": _protein,
-    "gemma4_assistant": _states,
-    "gemma4_unified_assistant": _states,
+    "gemma4_assistant": _drafted_states,
+    "gemma4_unified_assistant": _drafted_states,
     "granite_speech": _no_mask,
     "granite_speech_plus": _no_mask,
     "idefics": _seen_everywhere,
@@ -170,4 +170,4 @@ SPECIAL: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "udop": _boxes,
     "video_llava": _video,
 }
-"""By architecture: how the batch of a model is changed."""
+"""Architecture -> function that adapts the batch in place."""

@@ -9,21 +9,21 @@ import torch
 BATCH = 2
 LENGTH = 12
 BEFORE = 4
-"""Tokens before the image or the sound."""
+"""Number of tokens before the image or the sound."""
 
 TOKENS: dict[str, tuple[str, ...]] = {
     "image": ("image_token_id", "image_token_index", "image_patch_id"),
     "video": ("video_token_id", "video_token_index"),
     "audio": ("audio_token_id", "audio_token_index"),
 }
-"""What a config calls the token that stands for a feature of an image, a video or a sound."""
+"""Config keys for the placeholder token of an image, a video or a sound."""
 
 STARTS = {"image": ("vision_start_token_id", "image_start_token_id"), "audio": ("audio_start_token_id",)}
 ENDS = {"image": ("vision_end_token_id", "image_end_token_id"), "audio": ("audio_end_token_id",)}
 
 
 def text() -> dict[str, torch.Tensor]:
-    """Tokens that stay clear of the special ones at both ends of the vocabulary, each [2, 12]."""
+    """Return `input_ids`, `attention_mask` and `labels`, each [2, 12], without special tokens."""
     ids = (torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) * 7 + 3) % 40 + 2
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -31,12 +31,12 @@ def text() -> dict[str, torch.Tensor]:
 
 
 def placeholder(config: Any, kind: str) -> int | None:
-    """The token that stands for a feature of an image, a video or a sound; None where the config has none."""
+    """Return the placeholder token of an image, a video or a sound; None if the config has none."""
     return _first(config, TOKENS[kind])
 
 
 def placeholders(config: Any, kind: str, count: int) -> list[int]:
-    """`count` placeholder tokens between those that begin and end an image or a sound, where there are such."""
+    """Return `count` placeholder tokens of an image or a sound, between start and end tokens if the config has them."""
     token = placeholder(config, kind)
     if token is None or not count:
         return []
@@ -46,7 +46,7 @@ def placeholders(config: Any, kind: str, count: int) -> list[int]:
 
 
 def insert(batch: dict[str, Any], tokens: list[int]) -> None:
-    """Put tokens that are not to be predicted into each row of a batch, after its first ones."""
+    """Insert tokens with label -100 into each row of a batch, after its first `BEFORE` tokens."""
     for key, new in (("input_ids", tokens), ("attention_mask", [1] * len(tokens)), ("labels", [-100] * len(tokens))):
         if key not in batch:
             continue
@@ -55,7 +55,7 @@ def insert(batch: dict[str, Any], tokens: list[int]) -> None:
 
 
 def wave(*shape: int) -> torch.Tensor:
-    """Values between -1 and 1, the same each time: an image or a sound."""
+    """Return fixed values between -1 and 1 in this shape, as an image or a sound."""
     return torch.linspace(-40.0, 40.0, int(torch.Size(shape).numel())).sin().reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Weights of a tiny model scaled until its residual stream passes what float16 holds, and no branch of it does."""
+"""Scales a tiny model's weights until its residual stream overflows float16, and none of its branches does."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from hfpatch.model.survey import Survey
 from hfpatch.model.walk import Submodel
 
 STREAM = 68_000.0
-"""What the stream is to reach; float16 ends at 65,504."""
+"""Target value of the stream; the largest float16 is 65,504."""
 BRANCH = 62_000.0
-"""What no branch may reach, so that only the sum is at fault."""
+"""Limit of the branches, so that only the sum overflows."""
 WEIGHT = 40_000.0
-"""The largest weight there may be."""
+"""Limit of the weights."""
 STEP = 1.2
 TRIES = 60
 
 
 def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """Scale what writes to the stream, in place, until the stream passes 65,504 on these inputs.
+    """Scale the weights that write to the stream, in place, until the stream exceeds 65,504 on these inputs.
 
-    A norm that ends a branch is scaled, else the last matrices that the branch applies; where those have become as
-    large as float16 allows, the matrices before them.
+    The norms at the ends of the branches are scaled, or else the last matrix of each branch; once those reach the
+    limit of float16, the matrices before them.
+
+    Args:
+        model: A tiny model; it is changed.
+        inputs: Arguments for its forward.
 
     Returns:
-        The largest value of the stream, of the smaller of two.
+        The largest absolute value in the stream; with an encoder and a decoder, the smaller of the two.
 
     Raises:
-        InputError: The model has no stack of decoder layers, or its stream cannot be brought there.
+        InputError: The model has no stack of decoder layers, or its stream cannot be made to overflow alone.
     """
     found = _stacks(model)
     if not found:
-        raise InputError(f"{type(model).__name__} has no list of decoder layers whose stream could overflow")
+        raise InputError(f"{type(model).__name__} has no list of decoder layers; want a model with a residual stream")
     last, before = _writers(model, found, inputs)
     stream, branch = _peaks(model, found, inputs)
     for _ in range(TRIES):
@@ -56,11 +60,11 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
         far = min(STREAM / stream, BRANCH / branch, WEIGHT / largest) / 2 if stream and branch and largest else 2.0
         with torch.no_grad():
             for parameter in grown:
-                parameter.mul_(max(STEP, far))  # large steps while all is small
+                parameter.mul_(max(STEP, far))  # large steps while all values are small
         stream, branch = _peaks(model, found, inputs)
     raise InputError(
-        f"{type(model).__name__}: the stream reaches {stream:.3g} and a branch {branch:.3g}, which is not an overflow "
-        "of the stream alone"
+        f"{type(model).__name__}: the stream reaches {stream:.3g} and a branch {branch:.3g}; scaling did not make "
+        "the stream alone overflow"
     )
 
 
@@ -69,7 +73,7 @@ def _largest(parameter: nn.Parameter) -> float:
 
 
 def _stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """Those of the submodel that reads tokens, with the most layers; of two, of the later one."""
+    """Return the stacks of the submodel that reads tokens; of several, the one with most layers, then the last."""
     survey = Survey(model)
     found = [(s, stacks) for s in reversed(survey.submodels) if (stacks := survey.stacks.get(s.path))]
 
@@ -82,7 +86,7 @@ def _stacks(model: nn.Module) -> tuple[Stack, ...]:
 def _writers(
     model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What writes to the stream, and the matrices before it."""
+    """Return the parameters that write to the stream, and the matrices before them."""
     norms = [p for stack in stacks for _, norm in stack.branch_out_norms for p in norm.parameters()]
     if norms:
         with torch.no_grad():
@@ -111,12 +115,12 @@ def _writers(
             before |= {id(p): p for p in (*others, final)}
             if module is order[-1] and width[module] == width[first]:
                 last[id(final)] = final
-    choosing = {id(p) for b in branches for n, p in b.named_parameters() if _chooses(n)}
+    choosing = {id(p) for b in branches for n, p in b.named_parameters() if _only_sharpens(n)}
     return list(last.values()), [p for key, p in before.items() if key not in last and key not in choosing]
 
 
-def _chooses(name: str) -> bool:
-    """Queries, keys, gates and routers: larger ones would only sharpen a softmax or a sigmoid."""
+def _only_sharpens(name: str) -> bool:
+    """True for queries, keys, gates and routers: scaling them only sharpens a softmax or a sigmoid."""
     return any(word in name for word in ("q_", "k_", "query", "key", "qkv", "q.", "k.", "gate", "router"))
 
 
@@ -125,7 +129,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _peaks(model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any]) -> tuple[float, float]:
-    """The largest value of the stream, of the smaller of two, and of the branches."""
+    """Return the largest absolute value of the stream (of several, the smallest such value), and of the branches."""
     home = {layer: stack.path for stack in stacks for _, layer in stack.layers}
     peaks: dict[str | None, float] = {stack.path: 0.0 for stack in stacks} | {None: 0.0}
 
@@ -134,7 +138,7 @@ def _peaks(model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any
         if isinstance(first, torch.Tensor):
             peaks[home.get(module)] = max(peaks[home.get(module)], float(first.abs().max()))
 
-    # a module around others may have added the residual itself
+    # a module around others may already include the residual
     branches = [branch for stack in stacks for _, branch in stack.branches]
     inside = [m for branch in branches for m in branch.modules() if _matrices(m) or not list(m.children())]
     norms = [norm for stack in stacks for _, norm in stack.branch_out_norms]

@@ -1,4 +1,4 @@
-"""The default config of any architecture, shrunk until its model is a toy: sizes by the words configs use."""
+"""Shrinks the default config of any architecture to that of a tiny model, by the names of its size keys."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hfpatch.lab.sizes import AUDIO, DEFAULTS, QUIRKS, SIZES, UNSET, VISION, VOC
 
 
 def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
-    """Arguments for a config class that make a toy of its default.
+    """Return arguments for a config class that shrink its default to a tiny model.
 
-    Sub-configs are shrunk each by its own class. Lists with an entry a layer are cut so that every kind of
-    layer in them stays.
+    Each sub-config is shrunk by its own class. Lists with one entry per layer are cut so that each kind of layer in
+    them stays if there are enough layers.
 
     Args:
         cls: A config class of transformers.
         kind: What the config describes: text | vision | audio.
-        overrides: Values that are wanted, of the text part where there are several; lists follow `num_hidden_layers`.
+        overrides: Config values; of the text part if the config has several. Lists follow `num_hidden_layers`.
     """
     default = DEFAULTS.get(cls.model_type, {})
-    have = cls(**copy.deepcopy(default))  # configs may write into what they are given
+    have = cls(**copy.deepcopy(default))  # configs may modify their arguments
     whole = "text_config" not in cls.sub_configs
     kept = _sizes(have, kind, overrides.get("num_hidden_layers") if whole else None)
     for name in cls.sub_configs:
@@ -55,7 +55,7 @@ def _sizes(have: Any, kind: str, wanted_layers: int | None) -> dict[str, Any]:
         common = key if key in wanted else names.get(key, key)
         if isinstance(value, bool) or _computed(have, key):
             continue
-        if isinstance(value, list):  # one for each layer: as many as the layers that stay
+        if isinstance(value, list):  # one entry per layer: as many as layers stay
             if isinstance(wanted.get(common), list):
                 kept[key] = list(wanted[common])
             elif common in wanted and len(value) == getattr(have, "num_hidden_layers", None):
@@ -84,7 +84,7 @@ def _computed(have: Any, key: str) -> bool:
 
 
 def _lists(have: Any, kept: Mapping[str, Any], layers: int, fewer: int) -> dict[str, Any]:
-    """Lists with an entry a layer, cut at the same places."""
+    """Return the lists with one entry per layer, cut to the same layers."""
     said = have.to_dict()
     full = {k: v for k, v in said.items() if isinstance(v, list) and len(v) == layers and not _computed(have, k)}
     full = {k: v for k, v in full.items() if k not in SIZES}
@@ -107,12 +107,12 @@ def _lists(have: Any, kept: Mapping[str, Any], layers: int, fewer: int) -> dict[
 
 
 def _scaled(said: Mapping[str, Any], kept: Mapping[str, Any], key: str, value: Any) -> Any:
-    """What a layer has of its own, as much larger than the rest as it was; two experts at least."""
+    """Return a layer's own value, scaled like the config's value for all layers, and at least 2; else unchanged."""
     return max(2, kept[key] * value // said[key]) if key in kept else value
 
 
 def _tokens(have: Any) -> dict[str, Any]:
-    """Token ids inside the small vocabulary; what stands for an image or a sound gets one of its own."""
+    """Return token ids inside the small vocabulary; each placeholder of an image or a sound gets a unique id."""
     kept: dict[str, Any] = {}
     free = VOCABULARY - 1
     for key, value in have.to_dict().items():

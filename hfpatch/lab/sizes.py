@@ -1,4 +1,4 @@
-"""The words that configs use for sizes, with the size of a toy, and what single architectures want besides."""
+"""The config keys for sizes, with their values in a tiny model, and exceptions for single architectures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SIZES: dict[str, Any] = {
     "router_hidden_size": 16,
     "first_k_dense_replace": 1,
 }  # fmt: skip
-"""Key -> size in text. Set only where the architecture's config has the key, by its own or its common name."""
+"""Key -> size in text. Set only if the architecture's config has the key, under its own or its common name."""
 
 VISION: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -131,7 +131,7 @@ UNSET = frozenset(
         "n_shared_experts",
     }
 )
-"""Keys whose default of None stands for a size."""
+"""Keys that are set although their default is None."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4": {"vision_config": {}, "audio_config": {}},
@@ -139,16 +139,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"vision_config": {}, "audio_config": {}},
     "nemotron_h_omni": {"audio_config": {}},
 }
-"""By architecture: what its default config lacks before its own class takes it."""
+"""Architecture -> arguments that its config class needs in addition to its defaults."""
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
-    """Rotary frequencies, half a head's width, shared out between time, height and width."""
+    """Return the numbers of rotary frequencies, in all half a head's width, for time, height and width."""
     return {"rope_parameters": {"mrope_section": list(sections)}}
 
 
 def _codebook(name: Callable[[int], str]) -> dict[str, int]:
-    """The tokens 44 to 59 stand for the sixteen entries of an image codebook, 63 for an image."""
+    """Return a vocabulary map: tokens 44 to 59 for the sixteen entries of an image codebook, 63 for an image."""
     return {"<image>": 63, **{name(i): 44 + i for i in range(16)}}
 
 
@@ -279,4 +279,4 @@ QUIRKS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glmasr_encoder", "voxtral_encoder"), _FOUR_JOINED),
     **dict.fromkeys(("qwen3_asr_encoder", "qwen3_omni_moe_audio_encoder"), _WINDOW),
 }  # fmt: skip
-"""By architecture: what the words do not say. A mapping is merged into what is there."""
+"""Architecture -> values that the size keys do not cover. A mapping is merged into the existing value."""

@@ -1,4 +1,4 @@
-"""Tiny random models to try a patch on: real transformers classes from shrunk configs, and composites around them."""
+"""Tiny random models to test patches on: transformers' own classes from shrunk configs, and composites around them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hfpatch.model.walk import peek
 TASKS: dict[str, Mapping[str, str]] = {
     task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")
 }
-"""What a tiny model may be, the richest first: the architectures that transformers knows for it, with their classes."""
+"""Task -> architecture -> class name in transformers, the most general task first."""
 
 _TIMM = "its image tower is built by timm, which needs the torchvision made for this torch"
 NOT_TINY: dict[str, str] = {
@@ -36,40 +36,42 @@ NOT_TINY: dict[str, str] = {
     "gemma3n": f"{_TIMM}; its text model is the architecture gemma3n_text",
     "perception_lm": _TIMM,
 }
-"""Architectures that no tiny model is built of, with the reason."""
+"""Architectures for which no tiny model can be built, with the reason."""
 
 
 def tiny_config(architecture: str, **overrides: Any) -> Any:
-    """A config of a toy: a vocabulary of 64, width 32, four layers of text and two of each tower.
+    """Return a tiny config: in most architectures a vocabulary of 64, width 32, four text layers, two in each tower.
 
     Args:
         architecture: `config.model_type`.
-        overrides: Config values, those of the text part where there are several.
+        overrides: Config values; of the text part if the config has several parts.
 
     Raises:
-        InputError: transformers knows no such architecture.
+        InputError: transformers has no such architecture.
     """
     if architecture not in CONFIG_MAPPING:
-        raise InputError(f"architecture {architecture!r}: this transformers knows no such model_type")
+        raise InputError(
+            f"architecture {architecture!r}: transformers {transformers.__version__} has no such model_type"
+        )
     cls: Any = CONFIG_MAPPING[architecture]
     return cls(**shrunk(cls, **overrides))
 
 
 def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A tiny model in evaluation mode, float32, with eager attention (sdpa on a CPU hides NaN).
+    """Return a tiny model in evaluation mode, float32, with eager attention (sdpa on a CPU hides NaN).
 
-    A language model that transformers builds only inside another (`qwen2_vl_text`) comes inside that one. It has some
-    ten thousand to a million parameters. `example_inputs` makes a training batch for it.
+    If transformers builds a language model only inside another (`qwen2_vl_text`), the result is the outer model. It
+    has between ten thousand and a million parameters. `example_inputs` makes a training batch for it.
 
     Args:
         architecture: `config.model_type`.
-        task: multimodal | seq2seq | causal; None takes the first of them that the architecture has.
-        seed: For the weights; the global random state is left as it was.
-        overrides: Config values, those of the text part where there are several.
+        task: multimodal | seq2seq | causal; by default the first that the architecture has.
+        seed: Seed of the weights; the global random state is restored.
+        overrides: Config values; of the text part if the config has several parts.
 
     Raises:
-        InputError: transformers knows no such architecture, has no model of it for this task, or cannot build one
-            here (`NOT_TINY`).
+        InputError: transformers has no such architecture, has no model of it for this task, rejects the overrides, or
+            cannot build it here (`NOT_TINY`).
     """
     want("tiny_model", architecture=(architecture, TEXT), task=(task, optional(TEXT)), seed=(seed, WHOLE))
     architecture = home(architecture)
@@ -78,10 +80,12 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
     tasks = [name for name, known in TASKS.items() if architecture in known]
     if task is not None and task not in tasks:
         raise InputError(
-            f"tiny_model({architecture!r}, task={task!r}): transformers has it for {', '.join(tasks) or 'no task here'}"
+            f"tiny_model({architecture!r}, task={task!r}): transformers has it for {', '.join(tasks) or 'no such task'}"
         )
     if not tasks:
-        raise InputError(f"tiny_model({architecture!r}): transformers has no language model of it; {', '.join(TASKS)}")
+        raise InputError(
+            f"tiny_model({architecture!r}): transformers has no language model of it for any of {', '.join(TASKS)}"
+        )
     if reason := NOT_TINY.get(architecture):
         raise InputError(f"tiny_model({architecture!r}): {reason}")
     cls: Any = getattr(transformers, TASKS[task or tasks[0]][architecture])
@@ -93,7 +97,7 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
 
 @contextmanager
 def _refusals(architecture: str, overrides: Mapping[str, Any]) -> Generator[None]:
-    """What transformers raises of values that the caller gave, as one sentence."""
+    """Turn errors that transformers raises for the caller's overrides into one sentence."""
     try:
         yield
     except REJECTIONS as error:
@@ -101,15 +105,15 @@ def _refusals(architecture: str, overrides: Mapping[str, Any]) -> Generator[None
             raise
         what = " ".join(str(error).split())
         raise InputError(
-            f"tiny_model({architecture!r}): transformers refuses {', '.join(overrides)}: {what}"
+            f"tiny_model({architecture!r}): transformers rejects {', '.join(overrides)}: {what}"
         ) from error
 
 
 @cache
 def home(architecture: str) -> str:
-    """The architecture of the model that is built of one: itself, or the one whose config holds its own.
+    """Return the architecture to build: itself, or one whose config contains it.
 
-    Of several, the one that is named most like it.
+    Of several, the one with the longest common prefix in the name.
     """
     known = architectures()
     if architecture in known:
@@ -123,13 +127,13 @@ def home(architecture: str) -> str:
 
 
 def _parts(config: Any) -> set[str | None]:
-    """Architectures of the configs inside a config, at any depth."""
+    """Return the architectures of all sub-configs of a config, at any depth."""
     parts: list[Any] = list(getattr(config, "sub_configs", {}).values())
     return {getattr(part, "model_type", None) for part in parts}.union(*map(_parts, parts))
 
 
 def _of_class(cls: Any, config: Any) -> Any:
-    """The part of a config that a model class takes, where it is not the whole."""
+    """Return the config, or the sub-config that a model class takes."""
     if isinstance(config, cls.config_class):
         return config
     parts = (getattr(config, name) for name in type(config).sub_configs)
@@ -137,7 +141,7 @@ def _of_class(cls: Any, config: Any) -> Any:
 
 
 def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, float]) -> None:
-    """Multiply, or fill, the parameters whose paths match; a glob that matches none is an error.
+    """Multiply, or fill, the parameters whose paths match the globs, in place.
 
     Raises:
         InputError: No parameter matches a glob.
@@ -150,7 +154,7 @@ def rescale(model: nn.Module, scale: Mapping[str, float], fill: Mapping[str, flo
         ]:
             hits = fnmatch.filter(names, pattern)
             if not hits:
-                raise InputError(f"no parameter of {type(model).__name__} matches {pattern!r}")
+                raise InputError(f"no parameter of {type(model).__name__} matches {pattern!r}; correct the glob")
             for name in hits:
                 getattr(names[name], change[0])(change[1])
 
@@ -159,12 +163,12 @@ LLM = Kind("a language model", lambda v: isinstance(v, nn.Module) and peek(v, "c
 
 
 class SpeechLLM(nn.Module):
-    """Features -> LayerNorm -> projector -> language model, as speech LLMs are built by hand.
+    """Features -> LayerNorm -> projector -> language model, as in hand-written speech LLMs.
 
     Args:
         llm: The language model.
-        width: Features a frame.
-        eps: Of the LayerNorm.
+        width: Features per frame.
+        eps: eps of the LayerNorm.
     """
 
     def __init__(self, llm: PreTrainedModel, width: int = 24, eps: float = 1e-4) -> None:
@@ -186,7 +190,7 @@ class SpeechLLM(nn.Module):
 
 
 def trained_speech_llm(llm: PreTrainedModel) -> SpeechLLM:
-    """A `SpeechLLM` whose LayerNorm and projector no longer have the weights they were made with."""
+    """Return a `SpeechLLM` whose LayerNorm and projector no longer have their initial weights."""
     model = SpeechLLM(llm)
     with torch.no_grad():
         model.ln_speech.weight.mul_(1.25)
@@ -203,4 +207,4 @@ COMPOSITES: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "trained-modulated": trained_modulated,
     "gated": gated,
 }
-"""What `Case.inside` may name."""
+"""Values of `Case.inside` -> functions that build the composite."""

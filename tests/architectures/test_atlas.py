@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from hfpatch.atlas.atlas import architectures, of_architecture, read_row, versions
+from hfpatch.atlas.atlas import architecture_facts, architectures, read_row, versions
 from hfpatch.inspecting.inspect import inspect
 from hfpatch.model.source import build_on_meta
 from tests.conftest import ROOT
@@ -44,7 +44,7 @@ def test_every_row_is_fresh_and_right(shard: int) -> None:
                 model = build_on_meta(CONFIG_MAPPING[architecture]())
                 facts = inspect(model).to_dict()
                 agree(architecture, model, facts)
-                row = {"mappings": list(mappings), **of_architecture(facts)}
+                row = {"mappings": list(mappings), **architecture_facts(facts)}
         if made_here and json.loads(json.dumps(row)) != rows.get(architecture):
             stale.append(architecture)
     assert not stale, "run python docs/atlas.py"
