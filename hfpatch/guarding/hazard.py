@@ -41,12 +41,18 @@ class Hazards:
     Attributes:
         model: What was looked at, in words.
         hazards: In the order in which they would be met.
-        remarks: Sentences: what is not wrong but good to know, and what could not be judged.
+        remarks: Sentences: what is not wrong but good to know.
+        measured: What was measured by running the model.
+        read: What was read from its modules, its code and the arguments, and not run.
+        not_looked_at: What was not looked at, each with the reason.
     """
 
     model: str
     hazards: tuple[Hazard, ...]
     remarks: tuple[str, ...]
+    measured: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    not_looked_at: tuple[str, ...] = ()
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -63,8 +69,14 @@ class Hazards:
         return iter(self.hazards)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: `{"model", "hazards": [{id, certain, reason, change}], "remarks"}`."""
-        return {"model": self.model, "hazards": [asdict(h) for h in self.hazards], "remarks": list(self.remarks)}
+        """As JSON: `{"model", "hazards": [{id, certain, reason, change}], "remarks", "measured", "read",
+        "not_looked_at"}`.
+        """
+        return {
+            "model": self.model,
+            "hazards": [asdict(h) for h in self.hazards],
+            **{name: list(getattr(self, name)) for name in ("remarks", "measured", "read", "not_looked_at")},
+        }
 
     def sheet(self) -> Sheet:
         """As a table."""
@@ -72,7 +84,9 @@ class Hazards:
         count = len(self.hazards) or "no"
         title = f"{self.model}: {count} hazard{'' if count == 1 else 's'}"
         wide = "why, and what to change"
-        return Sheet(title, ("hazard", wide), rows, tuple(f"- {r}." for r in self.remarks), wide=(wide,))
+        looked = {"measured": self.measured, "read": self.read, "not looked at": self.not_looked_at}
+        notes = [f"{word}: {'; '.join(lines)}." for word, lines in looked.items() if lines]
+        return Sheet(title, ("hazard", wide), rows, (*notes, *(f"- {r}." for r in self.remarks)), wide=(wide,))
 
     def __str__(self) -> str:
         return self.sheet().to_text()

@@ -34,6 +34,9 @@ class Settings:
         checkpointing: The Trainer turns activation checkpointing on.
         reentrant: With torch's reentrant implementation.
         cpu: It trains on the CPU.
+        rate: Learning rate, at its highest.
+        decay: Weight decay.
+        full_eval: `fp16` or `bf16` where evaluation casts the model to it; else empty.
         ignored: Keys that TrainingArguments does not have.
     """
 
@@ -48,6 +51,9 @@ class Settings:
     checkpointing: bool
     reentrant: bool
     cpu: bool
+    rate: float = 5e-5
+    decay: float = 0.0
+    full_eval: str = ""
     ignored: tuple[str, ...] = ()
 
     @property
@@ -102,6 +108,9 @@ def read_settings(args: Any) -> Settings:
         # without any kwargs transformers asks for the other one; with some, torch's default is this one
         reentrant=bool(kwargs) and kwargs.get("use_reentrant", True) is not False,
         cpu=read.truth("use_cpu"),
+        rate=read.number("learning_rate"),
+        decay=read.number("weight_decay"),
+        full_eval=next((name for name in ("fp16", "bf16") if read.truth(f"{name}_full_eval")), ""),
         ignored=tuple(k for k in given if k not in _defaults() and k not in ("mixed_precision", "world_size")),
     )
 
