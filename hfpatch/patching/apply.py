@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch.errors import ApplyError, RefusedError
+from hfpatch.errors import RefusedError
 from hfpatch.given import FLAG, want
 from hfpatch.model.survey import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.arguments import Names, names
-from hfpatch.patching.decision import Decision, Plan, sheet
-from hfpatch.patching.edits import Edit, do, kind_of, undo
+from hfpatch.patching.decision import Plan, sheet
+from hfpatch.patching.edits import Edit
 from hfpatch.patching.plan import plan
-from hfpatch.patching.records import Record, logged, show
+from hfpatch.patching.record import Record, logged
 from hfpatch.patching.status import Status, status_of
 from hfpatch.patching.undo import one_at_a_time, undo_all
+from hfpatch.patching.writing import carry_out
 from hfpatch.report import Sheet, say
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Applied:
     @property
     def new_parameters(self) -> tuple[nn.Parameter, ...]:
         """Parameters the patches added and the model still carries, for the optimizer."""
-        return tuple(p for m, r in self.log() for p in kind_of(r.kind).added(self.model, m, r))
+        return tuple(p for m, r in self.log() for p in r.change.added(self.model, m, r.before))
 
     def log(self) -> list[tuple[nn.Module, Record]]:
         """Return the records of it that the model carries: each edited module with its record, in the model's order."""
@@ -161,7 +161,8 @@ def apply(
             options=options,
         )
         check_asked(made, only)
-        applied = carry_out(root_module(model), made)
+        root = root_module(model)
+        applied = Applied(root, made, carry_out(root, made))
     if verbose:
         say(announcement(applied.plan))
     return applied
@@ -177,27 +178,3 @@ def check_asked(made: Plan, only: Names) -> None:
         mine = [d for d in made.decisions if d.patch == patch_id]
         if mine and all(d.decided == "refused" for d in mine):
             raise RefusedError(f"{patch_id} was asked for and is refused: {'; '.join(d.reason for d in mine)}")
-
-
-def carry_out(model: nn.Module, made: Plan) -> Applied:
-    """Do what a plan says, all or nothing."""
-    application = uuid.uuid4().hex
-    try:
-        for decision in made.of("applied"):
-            for edit in decision.edits:
-                _do(model, edit, application, decision)
-    except BaseException:
-        for _, module, record in reversed(logged(model, application)):
-            undo(model, module, record)
-        raise
-    return Applied(model, made, application)
-
-
-def _do(model: nn.Module, edit: Edit, application: str, decision: Decision) -> None:
-    try:
-        do(model, edit, application, decision.patch)
-    except Exception as error:
-        raise ApplyError(
-            f"{decision.patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
-            f"({type(error).__name__}: {error}); nothing of it is applied"
-        ) from error

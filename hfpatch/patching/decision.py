@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfpatch.patching.edits import Edit
+from hfpatch.patching.kinds.states import ABSENT, show
 from hfpatch.patching.language import Decided, Effect
-from hfpatch.patching.records import show
 from hfpatch.report import Sheet
 
 ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
@@ -71,14 +71,11 @@ class Decision:
     @property
     def what(self) -> str:
         """The edits in short: count, example path, before -> after."""
-        groups: dict[tuple[str, str, str], list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for e in self.edits:
-            groups.setdefault((e.slot, show(e.before), show(e.after)), []).append(e.path)
-        parts: list[str] = []
-        for (slot, before, after), paths in groups.items():
-            change = f"{slot} -> {after}" if before == "-" else f"{slot} {before} -> {after}"
-            parts.append(f"{len(paths)} x {change}: {_example(paths)}")
-        return "\n".join(parts)
+            was = "" if e.before is ABSENT else f" {show(e.before)}"
+            groups.setdefault(f"{e.slot}{was} -> {show(e.after)}", []).append(e.path)
+        return "\n".join(f"{len(paths)} x {change}: {_example(paths)}" for change, paths in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,10 @@ from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.decision import Decision, Plan
-from hfpatch.patching.edits import Edit, kind_of, state_of
+from hfpatch.patching.edits import Edit
+from hfpatch.patching.kinds.states import show
 from hfpatch.patching.language import UNASKED, Effect, NotNeeded, Offered, Refused
-from hfpatch.patching.records import record_at, records_of, show
+from hfpatch.patching.record import record_at, records_of, state_of
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.unserved import STREAM, all_within, unserved
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.patching.kinds.base import Change
 
 SUGGESTED = "suggested"
 
@@ -189,7 +191,7 @@ def _decide_one(entry: Entry, context: Context, trusted: bool) -> list[Decision]
     own = replace(own, already=found.done, otherwise=found.otherwise)
     if not grouped and not found.changed:
         return [replace(own, decided="not needed", reason=_applied_already(found.done))]
-    unseen = any(kind_of(e.kind).unseen for e in (*found.to_do, *found.changed))
+    unseen = any(e.change.unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
         return [replace(own, reason=reason, lapsed=found.lapsed)]
     drift = None if trusted else drift_verdict(entry, context)
@@ -241,21 +243,21 @@ class Resolved:
         if not self.again:
             return ""
         first = self.again[0]
-        record = record_at(first.module, first.slot)
+        record = record_at(first.module, first.change.place)
         count = f"{len(self.again)} of its edits are" if len(self.again) > 1 else "one of its edits is"
         patch = record.patch if record else "hfpatch"
         return f"{patch} was applied before and {count} gone, first {first.slot} of {first.path or 'the model itself'}"
 
     def sort_in(self, root: nn.Module, patch: str, edit: Edit) -> None:
         """Look what the model carries of an edit, and what has become of it."""
-        there = record_at(edit.module, edit.slot)
-        if there is None or (there.patch != patch and there.after != edit.after):
+        there = record_at(edit.module, edit.change.place)
+        if there is None or (there.patch != patch and there.change != edit.change):
             self.to_do.append(edit)  # another patch's: whether that is in force is a matter of conflicts
             return
         state = state_of(root, edit.module, there)
         if state.in_force:
             self.done += 1
-            if there.after != edit.after and not self.otherwise:
+            if there.change != edit.change and not self.otherwise:
                 place = f"{edit.slot} of {edit.path or 'the model itself'}"
                 self.otherwise = (
                     f"{place} was set to {show(there.after)} then, and would be set to {show(edit.after)} now: "
@@ -295,21 +297,22 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
 
 
 def _check_conflicts(root: nn.Module, decisions: Iterable[Decision]) -> None:
-    taken: dict[tuple[int, str], tuple[str, Any]] = {}
+    taken: dict[tuple[int, Hashable], tuple[str, Change]] = {}
     for decision in decisions:
         if decision.decided != "applied":
             continue
         for edit in decision.edits:
-            there = record_at(edit.module, edit.slot)
+            there = record_at(edit.module, edit.change.place)
             theirs = there if there is not None and there.patch != decision.patch else None
             in_force = theirs is not None and state_of(root, edit.module, theirs).in_force
-            other = (theirs.patch, theirs.after) if theirs and in_force else taken.get((id(edit.module), edit.slot))
-            if other is not None and other[1] != edit.after:
+            place = id(edit.module), edit.change.place
+            other = (theirs.patch, theirs.change) if theirs and in_force else taken.get(place)
+            if other is not None and other[1] != edit.change:
                 raise ConflictError(
                     f"{decision.patch} wants {edit.slot} of {edit.path or 'the model'!r} to be {show(edit.after)}, "
-                    f"{other[0]} wants {show(other[1])}: leave one out with exclude="
+                    f"{other[0]} wants {show(other[1].after)}: leave one out with exclude="
                 )
-            taken[id(edit.module), edit.slot] = (decision.patch, edit.after)
+            taken[place] = (decision.patch, edit.change)
 
 
 def _in_force(context: Context) -> Counter[str]:

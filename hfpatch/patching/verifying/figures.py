@@ -39,7 +39,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Change:
+class LossChange:
     """A patch that changes what the model computes, and what that did to the loss.
 
     Attributes:
@@ -80,7 +80,7 @@ class Proof:
     reference: Figures
     rows: tuple[Figures, ...]
     notes: tuple[str, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[LossChange, ...] = ()
 
     def __getitem__(self, name: str) -> Figures:
         """A row by name: `before`, `after`, `bfloat16 weights`, ..."""

@@ -14,13 +14,13 @@ from hfpatch.given import shown
 from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.edits import lifted
 from hfpatch.patching.language import Case
-from hfpatch.patching.records import Record, logged
+from hfpatch.patching.record import Record, logged
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.compare import Edited, compare
 from hfpatch.patching.verifying.figures import Figures, Proof
 from hfpatch.patching.verifying.lending import weights_as
+from hfpatch.patching.writing import lifted
 
 if TYPE_CHECKING:
     from hfpatch.patching.apply import Applied
@@ -81,9 +81,9 @@ def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
 
 def try_repro(entry: Entry, case: Case) -> CaseResult:
     """Show the symptom on the unpatched case and its absence on the patched one."""
-    from hfpatch.patching.apply import carry_out
     from hfpatch.patching.plan import plan_alone
     from hfpatch.patching.verifying.trial import build
+    from hfpatch.patching.writing import carry_out
 
     trial = build(case)
     before = entry.patch.symptom(trial)
@@ -130,8 +130,8 @@ def verify(model: object, batch: Mapping[str, Any], *, runs: Names = None) -> Pr
 
 def prove(applied: Applied, batch: Mapping[str, Any], runs: Names = None) -> Proof:
     """See `Applied.verify`. The model is left as it was: patched, in its mode, its weights untouched."""
-    effects = {(id(e.module), e.slot, d.patch): d.effect for d in applied.plan.of("applied") for e in d.edits}
-    edits = [Edited(m, r, str(effects.get((id(m), r.slot, r.patch), "unknown"))) for m, r in applied.log()]
+    effects = {(id(e.module), e.change.place, d.patch): d.effect for d in applied.plan.of("applied") for e in d.edits}
+    edits = [Edited(m, r, str(effects.get((id(m), r.change.place, r.patch), "unknown"))) for m, r in applied.log()]
     return compare(applied.model, batch, edits, runs)
 
 
