@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hfpatch.patching.status import Status as Status
     from hfpatch.patching.status import status as status
     from hfpatch.patching.undo import revert as revert
-    from hfpatch.patching.verifying.verify import Proof as Proof
+    from hfpatch.patching.verifying.figures import Proof as Proof
     from hfpatch.patching.verifying.verify import verify as verify
     from hfpatch.scanning.result import ScanReport as ScanReport
     from hfpatch.scanning.scan import scan as scan
@@ -74,7 +74,7 @@ _HOMES = {
     "list_patches": "hfpatch.patching.catalogue",
     "Plan": "hfpatch.patching.decision",
     "plan": "hfpatch.patching.plan",
-    "Proof": "hfpatch.patching.verifying.verify",
+    "Proof": "hfpatch.patching.verifying.figures",
     "verify": "hfpatch.patching.verifying.verify",
 }
 

@@ -14,8 +14,8 @@ import hfpatch
 from hfpatch.lab.tiny import COMPOSITES, tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, Case
+from hfpatch.patching.verifying.proving import try_case
 from hfpatch.patching.verifying.trial import build
-from hfpatch.patching.verifying.verify import try_case
 from tests.fingerprint import fingerprint
 
 SAMPLE = ("llama", "gemma3_text", "qwen2", "gpt2", "gemma3")

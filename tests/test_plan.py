@@ -21,8 +21,7 @@ from hfpatch.errors import (
 )
 from hfpatch.lab.tiny import SpeechLLM
 from hfpatch.model.source import build_on_meta
-from hfpatch.patching import preconditions as guards
-from hfpatch.patching import registry, select
+from hfpatch.patching import drift, registry, select
 from hfpatch.patching.kinds.cast_input import CastInput
 from hfpatch.patching.kinds.cast_output import CastOutput
 from hfpatch.patching.kinds.hook_change import HookChange
@@ -219,9 +218,9 @@ def test_another_model_of_the_class_and_config_does_not_change(tiny: Any, ids: t
 
 @pytest.fixture
 def fresh_drift() -> Any:
-    guards._repro_fails.cache_clear()
+    drift._repro_fails.cache_clear()
     yield
-    guards._repro_fails.cache_clear()
+    drift._repro_fails.cache_clear()
 
 
 def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(

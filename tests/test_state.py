@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 import hfpatch
 from hfpatch.compat import hooks as tables
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, tiny_model
-from hfpatch.patching.record import records_of
+from hfpatch.patching.record import Record, records_of
 from hfpatch.patching.writing import lifted
 from tests.fingerprint import fingerprint
 
@@ -596,6 +596,7 @@ def test_models_pickled_by_earlier_versions_load_and_revert(name: str, ids: torc
     status, made = hfpatch.status(model), (PICKLED | PICKLED_LATER)[name]
     assert {p: sum(e.record.patch == p for e in status.edits) for p in status.patches} == made
     assert {e.state.word for e in status.edits} == {"here"}
+    assert {type(e.record) for e in status.edits} == {Record}
     llm = getattr(model, "llm", model)
     with torch.no_grad():
         patched = llm(input_ids=ids).logits

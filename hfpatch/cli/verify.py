@@ -21,7 +21,7 @@ from hfpatch.cli.common import (
 from hfpatch.errors import InputError, UnknownPatchError
 
 if TYPE_CHECKING:
-    from hfpatch.patching.verifying.verify import CaseResult
+    from hfpatch.patching.verifying.proving import CaseResult
 
 
 def verify(
@@ -100,7 +100,7 @@ def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
     quiet_transformers()
     import torch
 
-    from hfpatch.patching.verifying.verify import prove_patch
+    from hfpatch.patching.verifying.proving import prove_patch
 
     torch.set_num_threads(1)  # the cases are tiny: threads only wait for each other
     results: list[CaseResult] = []

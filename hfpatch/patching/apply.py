@@ -26,7 +26,7 @@ from hfpatch.report import Sheet, say
 if TYPE_CHECKING:
     import torch
 
-    from hfpatch.patching.verifying.verify import Proof
+    from hfpatch.patching.verifying.figures import Proof
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Applied:
         """
         from hfpatch.patching.verifying.verify import prove
 
-        return prove(self, batch, runs)
+        return prove(self.model, self.plan, self.log(), batch, runs)
 
     def sheet(self) -> Sheet:
         """As a table."""

@@ -12,8 +12,8 @@ from hfpatch.errors import RevertError
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey, root_module
 from hfpatch.patching.arguments import Names, ids, names
+from hfpatch.patching.compiled import compiled_already
 from hfpatch.patching.kinds.states import UNFINISHED, show
-from hfpatch.patching.preconditions import compiled_already
 from hfpatch.patching.record import Record, advance, forget, logged, record_at, state_of
 from hfpatch.patching.writing import undo
 from hfpatch.report import say

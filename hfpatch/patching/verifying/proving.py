@@ -1,0 +1,83 @@
+"""The proof of a patch: its own cases, built, planned, patched and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hfpatch.errors import HfpatchError, InputError
+from hfpatch.given import shown
+from hfpatch.model.survey import Survey
+from hfpatch.patching.deciding import ask, decide
+from hfpatch.patching.decision import Plan
+from hfpatch.patching.registry import Entry
+from hfpatch.patching.verifying.case import Case
+from hfpatch.patching.verifying.trial import build
+from hfpatch.patching.writing import carry_out
+
+NO_GPU = "skipped: no GPU"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How a patch did on one of its cases. One that needs a GPU and finds none is skipped, which is not passed."""
+
+    patch: str
+    kind: str
+    case: str
+    passed: bool
+    text: str
+    skipped: bool = False
+
+
+def prove_patch(entry: Entry) -> list[CaseResult]:
+    """Run every case of a patch."""
+    if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
+    cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
+    return [try_case(entry, case, kind) for case, kind in cases]
+
+
+def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
+    """Run one case: a `repro` must show the symptom and lose it, a `left alone` case must not be patched."""
+    if case.device == "cuda" and not torch.cuda.is_available():
+        return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
+    try:
+        return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
+    except (
+        HfpatchError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        StopIteration,
+    ) as error:
+        return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
+
+
+def try_repro(entry: Entry, case: Case) -> CaseResult:
+    """Show the symptom on the unpatched case and its absence on the patched one."""
+    trial = build(case)
+    before = entry.patch.symptom(trial)
+    made = plan_alone(entry, trial.model, asked=True)
+    carry_out(trial.model, made)
+    after = entry.patch.symptom(trial)
+    reason = "" if made.edits else f" ({'; '.join(d.reason for d in made.decisions)})"
+    passed = before is not None and after is None and bool(made.edits)
+    text = f"before: {before or 'no symptom'}; after: {after or 'cured'}{reason}"
+    return CaseResult(entry.id, "repro", str(case), passed, text)
+
+
+def _try_negative(entry: Entry, case: Case) -> CaseResult:
+    made = plan_alone(entry, build(case).model, asked=False)
+    decided = "; ".join(f"{d.decided}: {d.reason}" for d in made.decisions)
+    return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
+
+
+def plan_alone(entry: Entry, model: object, *, asked: bool) -> Plan:
+    """Return the plan of one patch, named (`asked`) or not, its upstream bodies trusted unseen: for its own cases."""
+    survey = Survey(model)
+    decided = decide(entry, survey, None, entry.patch.options, on_bodies=lambda _entry, _context: None)
+    return Plan(type(survey.root).__name__, tuple(ask(d, asked) for d in decided))
