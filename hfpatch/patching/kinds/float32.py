@@ -20,11 +20,9 @@ def for_float32(value: Any) -> Any:
     """Return a floating-point tensor in a form that carries the wish, and anything else as it is."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    return (
-        value.as_subclass(Float32Compute)
-        if type(value) in (torch.Tensor, nn.Parameter, Float32Compute)
-        else Float32ComputeProxy(value)
-    )
+    if type(value) in (torch.Tensor, nn.Parameter, Float32Compute):
+        return value.as_subclass(Float32Compute)
+    return Float32ComputeProxy(value)
 
 
 class Float32Compute(torch.Tensor):
@@ -46,7 +44,7 @@ class Float32Compute(torch.Tensor):
 
 
 class Float32ComputeProxy:
-    """Stands for a tensor of a class of its own (fake, distributed), which cannot be a `Float32Compute`; else alike."""
+    """Does for a tensor of a class of its own (fake, distributed) what `Float32Compute` does for a plain one."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
