@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# bytecode is kept, whatever the shell says: else each worker and each process that a test starts compiles every file
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test quick test-architectures test-browser test-thorough test-real lint clean
 
@@ -10,25 +13,25 @@ demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not real and not architectures and not browser and not thorough"
+	$(TEST) $(PARALLEL) -m "not real and not architectures and not browser and not thorough"
 
-# without ranks, notebooks, pictures, compiled models and processes; each patch on two or three architectures
+# without ranks, notebooks, pictures, compiled models and processes; each patch and each kind of edit on one architecture
 quick: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not real and not architectures and not browser and not thorough"
+	$(TEST) $(PARALLEL) -m "not slow and not real and not architectures and not browser and not thorough"
 
 test-architectures: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m architectures tests
+	$(TEST) $(PARALLEL) -m architectures tests
 
 test-thorough: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m thorough tests
+	$(TEST) $(PARALLEL) -m thorough tests
 
 test-browser: $(VENV)/.installed-test
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
+	$(TEST) -m browser tests/browser
 
 test-real: $(VENV)/.installed-real
 	$(BIN)/python tests/real/weights.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m real tests/real
+	$(TEST) $(PARALLEL) -m real tests/real
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hfpatch.guarding.helpers import gradient_report as gradient_report
     from hfpatch.guarding.helpers import validate_loss as validate_loss
     from hfpatch.guarding.outcome import Outcome as Outcome
-    from hfpatch.inspecting.inspect import ModelInfo as ModelInfo
+    from hfpatch.inspecting.info import ModelInfo as ModelInfo
     from hfpatch.inspecting.inspect import inspect as inspect
     from hfpatch.lora.config import lora_config as lora_config
     from hfpatch.lora.targets import LoraTargets as LoraTargets
@@ -60,7 +60,7 @@ _HOMES = {
     "GuardCallback": "hfpatch.guarding.callback",
     "Outcome": "hfpatch.guarding.outcome",
     "embed_tokens": "hfpatch.model.embed",
-    "ModelInfo": "hfpatch.inspecting.inspect",
+    "ModelInfo": "hfpatch.inspecting.info",
     "inspect": "hfpatch.inspecting.inspect",
     "LoraTargets": "hfpatch.lora.targets",
     "lora_targets": "hfpatch.lora.targets",

@@ -1,4 +1,4 @@
-"""One rank of a guarded training with a black box; started by torchrun from test_blackbox_ranks.py.
+"""One rank of a guarded training with a black box; started by `launch` of test_guard_ranks.py.
 
     torchrun --nproc-per-node N blackbox_worker.py MODE FOLDER
 

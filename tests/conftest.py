@@ -1,49 +1,78 @@
-"""Tiny models, built once a session and copied for each test."""
+"""Tiny models, built once a session and copied for each test.
+
+Nothing here imports torch before a test asks for it: the process that hands tests to workers runs none.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-import torch
-import transformers
-from torch import nn
 
 from hfpatch.cli import main
-from hfpatch.lab.tiny import rescale, tiny_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}
 
 
+STARTS = ("launch(", "process(", "subprocess.", "run(script")
+"""What stands in a test that starts other processes."""
 SLOW = ("ranks", "packaging", "notebooks", "heatmap", "foreign_hooks", "readme", "guard_ruin", "lifecycle")
 """Test files that start processes, draw pictures or go through every wrapper: `make quick` leaves them out."""
+
+
+@cache
+def starts_processes(function: Callable[..., object]) -> bool:
+    source = inspect.getsource(function)
+    return any(word in source for word in STARTS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what compiles, and what starts other processes."""
     for item in items:
-        starts = "launch(" in (source := inspect.getsource(item.function)) or "process(" in source  # type: ignore[attr-defined]
-        if starts or "compile" in item.name or item.path.stem.removeprefix("test_").endswith(SLOW):
+        starts = starts_processes(item.function)  # type: ignore[attr-defined]
+        if starts or "compile" in item.nodeid.lower() or item.path.stem.removeprefix("test_").endswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no garbage collection walk what is imported: transformers' Trainer makes a full one after each training."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
+    import torch
+    import transformers
+
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
+    import torch
+
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -118,6 +147,8 @@ def load_script(path: str) -> Any:
 
 @cache
 def _built(architecture: str) -> nn.Module:
+    from hfpatch.lab.tiny import tiny_model
+
     return tiny_model(architecture)
 
 
@@ -130,6 +161,8 @@ def tiny() -> Callable[[str], nn.Module]:
 @pytest.fixture
 def gemma(tiny: Callable[[str], nn.Module]) -> Iterator[nn.Module]:
     """A float16 Gemma 3 whose residual stream overflows."""
+    from hfpatch.lab.tiny import rescale
+
     model = tiny("gemma3_text")
     rescale(model, {}, OVERFLOWING)
     yield model.half()
@@ -137,4 +170,6 @@ def gemma(tiny: Callable[[str], nn.Module]) -> Iterator[nn.Module]:
 
 @pytest.fixture
 def ids() -> torch.Tensor:
+    import torch
+
     return (torch.arange(24).reshape(2, 12) * 7 + 3) % 64

@@ -1,4 +1,4 @@
-"""One rank of a guarded training; started by torchrun from test_guard_ranks.py.
+"""One rank of a guarded training; started by `launch` of test_guard_ranks.py.
 
     torchrun --nproc-per-node N guard_worker.py MODE FOLDER
 

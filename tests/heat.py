@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hfpatch.report.heatmap import Cell, Heatmap
+from hfpatch.report.grid import Cell
+from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet
 
 HOSTILE = "model.</script><script>window.broken = 1</script>\"'&$\\frac$"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from transformers import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.atlas import atlas as module
-from hfpatch.atlas.atlas import Row, architectures, of_architecture, read_atlas, read_row
+from hfpatch.atlas.atlas import architectures, of_architecture, read_atlas, read_row
 from hfpatch.atlas.eps_audit import DESIGNED, DISPUTED, audit
 from hfpatch.errors import InputError
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.fault import field_at_fault
 from hfpatch.model.source import REJECTIONS, load_config
 from tests.conftest import Ran
+from tests.sampling import first_quick
 
 LAYERS: dict[str, set[tuple[str, str, int, str]]] = {
     "llama": {("text", "model.layers", 32, "attention")},
@@ -60,7 +62,7 @@ LAYERS: dict[str, set[tuple[str, str, int, str]]] = {
 """By hand, from the classes and their configs."""
 
 
-@pytest.mark.parametrize("architecture", LAYERS)
+@pytest.mark.parametrize("architecture", first_quick(LAYERS, every=3))
 def test_layers_of_every_kind(architecture: str) -> None:
     found: set[tuple[str, str, int, str]] = set()
     for one in hfpatch.inspect(CONFIG_MAPPING[architecture]()).layers:
@@ -205,18 +207,29 @@ def test_read_atlas_in_processes() -> None:
 
 
 def test_a_process_that_dies_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
+    """Each that was lost with it is tried in a process of its own."""
+    pools: list[list[str]] = []
 
-    def rows(wanted: dict[str, tuple[str, ...]], processes: int, *, last: bool = False) -> Any:
-        calls.append(sorted(wanted))
-        if last:
-            dead = BrokenProcessPool()
-            yield Row(next(iter(wanted)), (), None, f"could not be read: {type(dead).__name__}")
+    class Dies:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pools.append([])
 
-    monkeypatch.setattr(module, "_rows", rows)
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, _work: Any, architecture: str, *_: Any) -> Future[Any]:
+            pools[-1].append(architecture)
+            future: Future[Any] = Future()
+            future.set_exception(BrokenProcessPool("a process ended"))
+            return future
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", Dies)
     atlas = read_atlas(WANTED)
-    assert calls == [sorted(WANTED), ["llama"], ["nemotron"], ["t5"]]
-    assert all(r.reason for r in atlas.rows)
+    assert [sorted(asked) for asked in pools] == [sorted(WANTED), ["llama"], ["nemotron"], ["t5"]]
+    assert [r.architecture for r in atlas.rows] == sorted(WANTED)
+    assert all(r.facts is None and "the process that built it died" in r.reason for r in atlas.rows)
 
 
 @pytest.mark.slow
@@ -235,6 +248,7 @@ def test_every_mapping_is_there() -> None:
     assert names["bart"] == ("causal", "seq2seq")
 
 
+@pytest.mark.slow
 def test_eps_audit_of_known_departures() -> None:
     rows = {a: read_row(a, ()).to_dict() for a in ("glm_moe_dsa", "deepseek_v3", "llama", "mllama")}
     found = {(d.architecture, d.norm.path): d for d in audit(rows)}

@@ -26,6 +26,7 @@ from hfpatch.model.survey import Survey
 from hfpatch.numerics import attention_functions as attention
 from hfpatch.numerics.attention_functions import differs_from_eager, fp32_logits_attention, sdpa_without_cudnn
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 
 FP32 = "fp32-attention-logits"
 EAGER = "eager-attention"
@@ -142,7 +143,7 @@ RUN = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "g
        "qwen3_moe", "olmo2", "cohere2", "granite", "granite_swa"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", first_quick(RUN, every=3))
 def test_same_logits_as_eager_attention_in_float32(name: str, ids: torch.Tensor) -> None:
     """Soft-caps, sinks, sliding windows (8 of 24 tokens), grouped heads, padding, both caches, generation."""
     model: Any = tiny_model(name)

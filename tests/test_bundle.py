@@ -343,6 +343,7 @@ def alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(VALUES)
 def test_arguments_come_back_as_they_were(value: Any) -> None:

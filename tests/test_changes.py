@@ -1,18 +1,13 @@
-"""Edits as values, and the files they are in."""
+"""Edits as values."""
 
 from __future__ import annotations
 
-import ast
 import pickle
-from graphlib import TopologicalSorter
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import hfpatch
 from hfpatch.numerics.init import Zeros
 from hfpatch.patching.kinds.add_targets import AddTargets
 from hfpatch.patching.kinds.base import Change
@@ -54,16 +49,3 @@ def test_no_two_kinds_of_change_share_a_place() -> None:
     assert all(a.place != b.place for a, b in combinations(CHANGES.values(), 2))
     assert SetAttribute("bias", 0).place != SetTensor("bias", Zeros()).place
     assert SetAttribute("eps", 0).place == CHANGES["eps -> 1e-06"].place != SetAttribute("variance_epsilon", 0).place
-
-
-def test_no_circle_of_files_in_patching() -> None:
-    """Also by imports in functions, and by those that are for the type checker only."""
-    root = Path(hfpatch.__file__).parent
-    names = {".".join(f.relative_to(root.parent).with_suffix("").parts): f for f in root.rglob("patching/**/*.py")}
-    graph: dict[str, set[str]] = {name: set() for name in names}
-    for name, file in names.items():
-        nodes: list[Any] = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)]
-        for module, imported in ((n.module or "", alias.name) for n in nodes for alias in n.names):
-            graph[name] |= {m for m in (module, f"{module}.{imported}") if m in names}
-    assert len(graph) > 40
-    TopologicalSorter(graph).prepare()

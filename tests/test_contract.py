@@ -1,9 +1,15 @@
-"""Every patch x every architecture it names: a new patch is tested the moment its file exists."""
+"""Every patch x every architecture it names: a new patch is tested the moment its file exists.
+
+`make quick` tries the first case of each list of each patch, and the life of a patch on the first architecture that has
+each kind of edit. `make test` tries all but overflowing streams that differ from others by a name alone, and `make
+test-architectures` those.
+"""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,34 +31,47 @@ OF_EACH_KIND = (
     *("gpt2", "falcon", "bloom", "opt", "mbart", "whisper", "qwen2_vl_text"),
 )
 """What stands for the many whose residual stream overflows: sandwich and parallel norms, encoders and decoders, ..."""
-QUICK = ("gemma3_text", "gpt2")
-"""What `make quick` tries each patch on, beside the first architecture that a patch names."""
 
 ENTRIES = registry.entries()
 
 
-def param(entry: registry.Entry, case: Case, name: str) -> Any:
-    there = case.device == "cpu" or torch.cuda.is_available()
-    marks = [] if there else [pytest.mark.skip(reason=f"{case} needs a CUDA device")]
-    if case.overflow and case.architecture not in OF_EACH_KIND:
-        marks.append(pytest.mark.architectures)
-    if case.architecture not in (*QUICK, entry.patch.architectures[0]):
-        marks.append(pytest.mark.slow)
-    return pytest.param(entry, case, id=f"{entry.id}-{name}", marks=marks)
+def here(case: Case) -> bool:
+    return case.device == "cpu" or torch.cuda.is_available()
 
 
-REPROS = [param(e, c, str(c)) for e in ENTRIES.values() for c in e.patch.repros]
-NEGATIVES = [param(e, c, str(c)) for e in ENTRIES.values() for c in e.patch.leaves_alone]
+def sampled(case: Case) -> bool:
+    """True if `make test` tries it."""
+    return not case.overflow or case.architecture in OF_EACH_KIND
 
 
-def pairs() -> list[Any]:
+def params(entry: registry.Entry, cases: Iterable[Case], name: Callable[[Case], str] = str) -> list[Any]:
+    """One for each case; all are slow but the first that can be tried."""
+    cases = list(cases)
+    first = next((case for case in cases if sampled(case) and here(case)), None)
     out: list[Any] = []
-    for entry in ENTRIES.values():
-        names = SAMPLE if ANY in entry.patch.architectures else entry.patch.architectures
-        for name in names:
-            like = next((c for c in entry.patch.repros if c.architecture == name), entry.patch.repros[0])
-            out.append(param(entry, replace(like, architecture=name, scale={}, fill={}, config={}, tokens=12), name))
+    for case in cases:
+        marks = [] if here(case) else [pytest.mark.skip(reason=f"{case} needs a CUDA device")]
+        if not sampled(case):
+            marks.append(pytest.mark.architectures)
+        if case is not first:
+            marks.append(pytest.mark.slow)
+        out.append(pytest.param(entry, case, id=f"{entry.id}-{name(case)}", marks=marks))
     return out
+
+
+def lives(entry: registry.Entry) -> list[Case]:
+    """A case for each architecture of a patch, with nothing of what makes the symptom."""
+    names = SAMPLE if ANY in entry.patch.architectures else entry.patch.architectures
+    out: list[Case] = []
+    for name in names:
+        like = next((c for c in entry.patch.repros if c.architecture == name), entry.patch.repros[0])
+        out.append(replace(like, architecture=name, scale={}, fill={}, config={}, tokens=12))
+    return out
+
+
+REPROS = [p for e in ENTRIES.values() for p in params(e, e.patch.repros)]
+NEGATIVES = [p for e in ENTRIES.values() for p in params(e, e.patch.leaves_alone)]
+PAIRS = [p for e in ENTRIES.values() for p in params(e, lives(e), lambda case: case.architecture)]
 
 
 def shape_of(print_: dict[str, Any]) -> dict[str, Any]:
@@ -75,8 +94,28 @@ def test_leaves_alone_what_it_must(entry: registry.Entry, case: Case) -> None:
     assert result.passed, result.text
 
 
-@pytest.mark.parametrize(("entry", "case"), pairs())
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "case"), PAIRS)
 def test_life_of_a_patch(entry: registry.Entry, case: Case) -> None:
+    live(entry, case)
+
+
+@pytest.mark.parametrize("entry", [e for e in ENTRIES.values() if any(map(here, e.patch.repros))], ids=lambda e: e.id)
+def test_life_of_each_kind_of_edit(entry: registry.Entry) -> None:
+    """On the first architecture, of those that stand for others, in which the patch makes edits of a kind."""
+    lived: set[tuple[type, type]] = set()
+    for case in filter(sampled, lives(entry)):
+        made = hfpatch.plan(build(replace(case, overflow=False)).model, only=entry.id)
+        kinds = {(type(edit.change), type(edit.after)) for edit in made.edits}
+        if not kinds <= lived:
+            live(entry, case)
+            lived |= kinds
+        if len(lived) >= len(entry.patch.edits):
+            break
+    assert lived
+
+
+def live(entry: registry.Entry, case: Case) -> None:
     """Plan changes nothing; apply does exactly the plan; twice is once; revert restores all; copies revert alone."""
     trial = build(replace(case, overflow=False))
     model, state = trial.model, list(trial.model.state_dict())
@@ -112,7 +151,7 @@ def test_life_of_a_patch(entry: registry.Entry, case: Case) -> None:
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize(("entry", "case"), [p for p in pairs() if p.values[0].effect == "equivalent"])
+@pytest.mark.parametrize(("entry", "case"), [p for p in PAIRS if p.values[0].effect == "equivalent"])
 def test_equivalent_within_its_tolerance(entry: registry.Entry, case: Case) -> None:
     """On healthy weights the patched model is as near to float32 as the patch states."""
     trial = build(replace(case, overflow=False))
@@ -120,7 +159,7 @@ def test_equivalent_within_its_tolerance(entry: registry.Entry, case: Case) -> N
     assert trial.error(trial.logits()) <= (entry.patch.tolerance or 0)
 
 
-@pytest.mark.parametrize(("entry", "case"), [p for p in pairs() if p.values[0].effect == "exact"])
+@pytest.mark.parametrize(("entry", "case"), [p for p in PAIRS if p.values[0].effect == "exact"])
 def test_exact_is_bit_identical(entry: registry.Entry, case: Case) -> None:
     trial = build(case)
     before = trial.logits()

@@ -23,7 +23,6 @@ from transformers import (
 import hfpatch
 from hfpatch.errors import InputError
 from hfpatch.lab.tiny import SpeechLLM, tiny_model
-from hfpatch.model.added import added_modules
 from hfpatch.model.norms import is_norm, untrained
 from hfpatch.model.survey import Survey
 from tests.test_embed import WHISPER
@@ -56,7 +55,7 @@ class OwnPreTrained(PreTrainedModel):
 
 
 def added(model: nn.Module, **words: Any) -> set[str]:
-    return set(added_modules(Survey(model, **words)))
+    return set(Survey(model, **words).added)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3", "gpt2", "mixtral", "deepseek_v3"])

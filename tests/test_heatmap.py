@@ -23,7 +23,8 @@ from matplotlib import image
 from hfpatch.errors import InputError
 from hfpatch.report import scale
 from hfpatch.report.files import write_atomically
-from hfpatch.report.heatmap import Cell, Heatmap
+from hfpatch.report.grid import Cell
+from hfpatch.report.heatmap import Heatmap
 from tests.heat import HOSTILE, LAYERS, example
 
 EMPTY = Heatmap("trace", (), (), {}, None, (), ())

@@ -21,6 +21,7 @@ from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.lora.expand import cannot_grow
 from hfpatch.model.survey import Survey
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 from tests.test_lora import DENSE, adapted, meant, reads_as_experts
 
 ID = "lora-target-expansion"
@@ -126,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_quick(CASES, every=3))
 def test_expanded_saved_loaded_and_taken_back(case: str, tmp_path: Path) -> None:
     make, options, want = CASES[case]
     model = make()

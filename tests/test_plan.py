@@ -21,7 +21,7 @@ from hfpatch.errors import (
 )
 from hfpatch.lab.tiny import SpeechLLM
 from hfpatch.model.source import build_on_meta
-from hfpatch.patching import drift, registry, select
+from hfpatch.patching import registry, select
 from hfpatch.patching.kinds.cast_input import CastInput
 from hfpatch.patching.kinds.cast_output import CastOutput
 from hfpatch.patching.kinds.hook_change import HookChange
@@ -142,13 +142,20 @@ def test_prints_two_to_four_lines_on_stderr(gemma: Any, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+def registered(monkeypatch: pytest.MonkeyPatch, found: dict[str, registry.Entry]) -> None:
+    """Let these be the patches that there are; `found` may gain others."""
+    monkeypatch.setattr(registry, "entries", lambda: found)
+    monkeypatch.setattr(registry, "get", lambda name: found[name])
+    monkeypatch.setattr(registry, "match", lambda name: [name])
+
+
 def test_two_values_for_one_slot_are_a_conflict_found_in_the_plan(tiny: Any, monkeypatch: Any) -> None:
     model = SpeechLLM(tiny("llama"))
     first = registry.get("eps-alignment")
     other = replace(first.patch.edits[0], change=lambda _c, _t: SetAttribute("eps", 1e-3))
     rival = replace(first, id="rival", patch=replace(first.patch, edits=(other,)))
     found = {first.id: first, "rival": rival}
-    monkeypatch.setattr(registry, "_discover", lambda: (found, {}))
+    registered(monkeypatch, found)
     before = fingerprint(model)
     with pytest.raises(ConflictError, match=r"rival wants eps of 'ln_speech' to be 0.001, eps-alignment wants 1e-06"):
         hfpatch.apply(model)
@@ -216,16 +223,7 @@ def test_another_model_of_the_class_and_config_does_not_change(tiny: Any, ids: t
     assert fingerprint(other) == before
 
 
-@pytest.fixture
-def fresh_drift() -> Any:
-    drift._repro_fails.cache_clear()
-    yield
-    drift._repro_fails.cache_clear()
-
-
-def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(
-    gemma: Any, monkeypatch: Any, fresh_drift: Any
-) -> None:
+def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(gemma: Any, monkeypatch: Any) -> None:
     norm = type(gemma.model.norm)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -241,9 +239,7 @@ def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(
     assert "Gemma3RMSNorm.forward changed upstream" in found.reason
 
 
-def test_a_changed_body_that_the_repro_does_not_survive_is_refused(
-    gemma: Any, monkeypatch: Any, fresh_drift: Any
-) -> None:
+def test_a_changed_body_that_the_repro_does_not_survive_is_refused(gemma: Any, monkeypatch: Any) -> None:
     norm = type(gemma.model.norm)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +259,7 @@ def test_versions(gemma: Any, monkeypatch: Any) -> None:
         ({"fixed_in": "5.17"}, "not needed", "has this fixed"),
     ):
         changed = replace(entry, patch=replace(entry.patch, **change))
-        monkeypatch.setattr(registry, "_discover", lambda e=changed: ({e.id: e}, {}))
+        registered(monkeypatch, {changed.id: changed})
         found = decision(hfpatch.plan(gemma), entry.id)
         assert (found.decided, word in found.reason) == (decided, True)
 

@@ -22,6 +22,7 @@ from hfpatch.model.survey import Survey
 from hfpatch.numerics.init import Normal, Zeros
 from hfpatch.patching.kinds.set_tensor import SetTensor
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 
 ID = "projection-init"
 SHAPES = [(32, 24), (64, 16), (100, 3), (640, 384), (17, 1000), (33, 100), (256, 1024), (200, 2), (64, 7)]
@@ -74,7 +75,7 @@ def speech(projector: nn.Module, llm: Any = None) -> SpeechLLM:
 # --- the proof ---
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", first_quick(SHAPES, every=3))
 @pytest.mark.parametrize("bias", [True, False])
 def test_torchs_own_values_are_known_at_every_seed(shape: tuple[int, int], bias: bool) -> None:
     for seed in range(8):

@@ -69,6 +69,7 @@ TOGETHER = [
 """Those that go with a float16 speech LLM all at once."""
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(order=st.permutations(TOGETHER), undo=st.permutations(TOGETHER))
 def test_patches_commute_and_undo_in_any_order(order: list[str], undo: list[str]) -> None:

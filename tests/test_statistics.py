@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfpatch.numerics.statistics import COLUMNS, SAMPLE, THRESHOLDS, CPURows, DeviceRows, rows, stride
+from hfpatch.numerics.statistics import SAMPLE, CPURows, rows, stride
+from hfpatch.numerics.statistics_plain import COLUMNS, THRESHOLDS, DeviceRows
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]

@@ -1,4 +1,4 @@
-"""One rank of a traced training; started by torchrun from test_trace_ranks.py.
+"""One rank of a traced training; started by `launch` of test_guard_ranks.py.
 
     torchrun --nproc-per-node N trace_worker.py MODE FOLDER
 

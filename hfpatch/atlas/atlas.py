@@ -11,6 +11,8 @@ from importlib import metadata
 from multiprocessing import get_context
 from typing import Any
 
+from hfpatch.atlas.tables import sheets
+
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "multimodal": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
@@ -48,9 +50,7 @@ class Atlas:
         return {"versions": self.versions, "architectures": {r.architecture: r.to_dict() for r in self.rows}}
 
     def __str__(self) -> str:
-        from hfpatch.atlas.tables import sheets
-
-        return "\n\n".join(s.to_text() for s in sheets(self))
+        return "\n\n".join(s.to_text() for s in sheets(self.to_dict()))
 
 
 def architectures() -> dict[str, tuple[str, ...]]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfpatch.report import Sheet
-
-if TYPE_CHECKING:
-    from hfpatch.atlas.atlas import Atlas
 
 COLUMNS = ("architecture", "parameters", "embedding", "head", "layers", "experts", "eps of norms", "attention")
 
 
-def sheets(atlas: Atlas) -> tuple[Sheet, ...]:
-    """How many there are of each kind; one row for each that builds; those that do not, with the reason."""
-    rows = atlas.to_dict()["architectures"]
+def sheets(atlas: Mapping[str, Any]) -> tuple[Sheet, ...]:
+    """How many there are of each kind; one row for each that builds; those that do not, with the reason.
+
+    Args:
+        atlas: As `Atlas.to_dict()` gives it.
+    """
+    rows = atlas["architectures"]
     built = {name: row for name, row in rows.items() if "reason" not in row}
-    title = f"{len(built)} of {len(rows)} architectures, transformers {atlas.versions['transformers']}"
+    title = f"{len(built)} of {len(rows)} architectures, transformers {atlas['versions']['transformers']}"
     out = [
         Sheet(title, ("what", "architectures"), tuple(kinds(rows)), wide=("what",)),
         Sheet("Facts", COLUMNS[:5], tuple((n, *cells(r)[:4]) for n, r in built.items()), wide=COLUMNS[2:5]),

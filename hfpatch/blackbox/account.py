@@ -16,9 +16,10 @@ from hfpatch.blackbox.folder import FORMAT
 from hfpatch.blackbox.kept import Kept
 from hfpatch.blackbox.packing import plain
 from hfpatch.blackbox.rerun import Rerun
+from hfpatch.compat.implementation import chosen
+from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.outcome import Facts, Reason
 from hfpatch.guarding.recorder import Event
-from hfpatch.inspecting.facts import dtype_name
 from hfpatch.model.roles import weights_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.patching.status import status
@@ -106,7 +107,7 @@ def _model(model: nn.Module) -> dict[str, Any]:
         "class": type(model).__name__,
         "architecture": getattr(config, "model_type", None),
         "name": getattr(config, "name_or_path", None),
-        "attention": getattr(config, "_attn_implementation", None),
+        "attention": chosen(config),
         "dtype": None if first is None else dtype(model),
         "device": None if first is None else str(first.device),
         "fingerprint": fingerprint(model),

@@ -20,12 +20,13 @@ from hfpatch.blackbox import folder
 from hfpatch.blackbox.account import account
 from hfpatch.blackbox.kept import Kept, keep
 from hfpatch.blackbox.packing import pack, without_values
-from hfpatch.blackbox.rerun import MicroBatch, Rerun, blamed, inner, rerun, wrong
+from hfpatch.blackbox.rerun import RUN_AGAIN, MicroBatch, Rerun, blamed, rerun, wrong
 from hfpatch.compat import hooks
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import FLAG, PATH, shown, want
 from hfpatch.guarding.outcome import Reason
 from hfpatch.guarding.recorder import Event
+from hfpatch.model.wrapping import unwrap
 from hfpatch.report import say
 from hfpatch.tracing.drill import FAILURES
 
@@ -83,7 +84,7 @@ class Recording:
     def __init__(self, box: BlackBox, model: nn.Module) -> None:
         self.box = box
         self.directory = Path(box.directory)
-        self.model = inner(model)
+        self.model = unwrap(model, RUN_AGAIN)
         self.rank, self.world = _ranks()
         self._gpus = tuple(sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}))
         self._calls: deque[Kept] = deque(maxlen=CALLS)
@@ -93,7 +94,7 @@ class Recording:
         self._first: Path | None = None
         self._warned = False
         # what DDP calls is called on every path; of a compiled model only the wrapper runs hooks uncompiled
-        watched = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        watched = unwrap(model, ("DDP",))
         self._handle = hooks.before(watched, _Capture(self), with_kwargs=True)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,10 @@ from safetensors.torch import load
 from hfpatch.blackbox import folder
 from hfpatch.blackbox.kept import Kept, Random
 from hfpatch.blackbox.packing import DTYPES, unpack
-from hfpatch.blackbox.rerun import Rerun, inner, rerun
+from hfpatch.blackbox.rerun import RUN_AGAIN, Rerun, rerun
 from hfpatch.errors import InputError
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
+from hfpatch.model.wrapping import unwrap
 
 LARGEST = 64 * 2**20
 """Bytes of a bundle.json that are read; ours have some ten thousand."""
@@ -115,7 +116,7 @@ class Bundle:
             InputError: The bundle holds no batch, or not all of it.
             NotAModelError: `model` holds no torch module.
         """
-        root = inner(root_module(model))
+        root = unwrap(root_module(model), RUN_AGAIN)
         device = next((p.device for p in root.parameters()), torch.device("cpu"))
         call = self.call(device)
         replay, event = self.about["replay"], self.about["event"]

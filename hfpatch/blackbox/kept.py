@@ -1,5 +1,3 @@
-# torch has no public way to put another parameter or buffer in the place of one, without a module's own __setattr__
-# pyright: reportPrivateUsage=false
 """One call of a model, kept by reference, and the model as it was for that call.
 
 Keeping costs a walk over the arguments and the state of the random numbers: no copy of a tensor, no wait for a device.
@@ -18,7 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from hfpatch.tracing.calls import autocast_now, devices, version
+from hfpatch.compat.autograd import version
+from hfpatch.compat.modules import buffers as buffers_of
+from hfpatch.compat.modules import parameters
+from hfpatch.tracing.calls import autocast_now, devices
 from hfpatch.tracing.tensors import DEPTH
 
 
@@ -116,7 +117,7 @@ def as_it_was(model: nn.Module, call: Kept) -> Generator[None]:
     gpus = tuple(call.random.cuda)
     now = Random.now(tuple(gpu for gpu in gpus if gpu < torch.cuda.device_count()))
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    buffers = [(m, dict(found)) for m in model.modules() if (found := buffers_of(m))]
     values = [
         (buffer, buffer.detach().clone())
         for _, held in buffers
@@ -140,8 +141,9 @@ def as_it_was(model: nn.Module, call: Kept) -> Generator[None]:
         for module, mode in modes:
             module.training = mode
         for module, held in buffers:
-            module._buffers.clear()
-            module._buffers.update(held)
+            own = buffers_of(module)
+            own.clear()
+            own.update(held)
         with torch.no_grad():
             for buffer, value in values:
                 if not torch.equal(buffer, value):  # batch norm's kernels write without counting a version
@@ -155,7 +157,7 @@ def _leaves(model: nn.Module) -> Generator[None]:
     grads = [(p, p.grad) for p in model.parameters()]
     try:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters(module).items():
                 if parameter is None or not parameter.requires_grad:
                     continue
                 places.append((module, name, parameter))
@@ -164,11 +166,11 @@ def _leaves(model: nn.Module) -> Generator[None]:
         for parameter, _ in grads:
             parameter.grad = None  # a module may hold it elsewhere, too (an LSTM does)
         for module, name, parameter in places:
-            module._parameters[name] = made[id(parameter)]
+            parameters(module)[name] = made[id(parameter)]
         yield
     finally:
         for module, name, parameter in places:
-            module._parameters[name] = parameter
+            parameters(module)[name] = parameter
         for parameter, grad in grads:
             parameter.grad = grad
 

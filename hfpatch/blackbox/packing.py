@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
-from hfpatch.inspecting.facts import dtype_name
 from hfpatch.tracing.tensors import DEPTH
 
 Described = dict[str, Any]

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.advice import trace
 from hfpatch.blackbox.kept import Kept, as_it_was
 from hfpatch.compat import hooks
+from hfpatch.compat.operators import COLLECTIVES, DispatchMode
 from hfpatch.guarding.gradient_norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
+from hfpatch.model.wrapping import PARALLEL
 from hfpatch.tracing.calls import autocast_now
 from hfpatch.tracing.drill import FAILURES, first_line, leaves
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.tensors import is_sharded
 
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+RUN_AGAIN = (*PARALLEL, "torch.compile")
+"""Wrappers that a call is made again without: they talk to other ranks or devices, or compile."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,6 @@ class Rerun:
         return f"step {step}, run again: no operation goes wrong; it gives a loss of {self.loss:.4g}{norm}"
 
 
-def inner(model: nn.Module) -> nn.Module:
-    """The model in the wrappers that talk to other ranks or devices, or compile it."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif "_orig_mod" in dict(model.named_children()):  # of torch.compile
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
-
-
 def rerun(
     model: nn.Module,
     call: Kept,
@@ -103,7 +94,7 @@ def rerun(
     """Make a call again, with its backward pass where the model gives a finite loss; the model stays as it is.
 
     Args:
-        model: Unwrapped (`inner`).
+        model: Unwrapped (`RUN_AGAIN`).
         call: The call.
         step: Number that the finding carries.
         noted: The loss that backward was called on, a share or a multiple of the model's own.
@@ -215,7 +206,7 @@ def _listening(model: nn.Module, inside: list[dict[str, torch.dtype]]) -> Genera
             handle.remove()
 
 
-class _Alone(TorchDispatchMode):
+class _Alone(DispatchMode):
     """Refuses to talk to other ranks: they may not be running the same thing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

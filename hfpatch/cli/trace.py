@@ -164,14 +164,15 @@ def _run(
 def _facts(
     checkpoint: Checkpoint, batch: dict[str, torch.Tensor], text: str | None, loss: float | None, scale: float | None
 ) -> dict[str, Any]:
-    from hfpatch.inspecting.facts import dtype_name
+    from hfpatch.compat.implementation import chosen
+    from hfpatch.dtypes import dtype_name
 
     model = checkpoint.model
     return {
         "class": type(model).__name__,
         "dtype": dtype_name(model.dtype),
         "device": str(model.device),
-        "attention": model.config._attn_implementation,  # pyright: ignore[reportPrivateUsage]
+        "attention": chosen(model.config),
         "text": "built in" if text is None else text,
         "tokens": batch["input_ids"].shape[1],
         "backward": scale is not None,

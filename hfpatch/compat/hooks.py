@@ -23,6 +23,9 @@ AFTER = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward
 A hook is entered there first and taken off there last, so that one whose setting or removal was interrupted is found.
 """
 
+EVERY = (BEFORE[-1], AFTER[-1], "_backward_hooks", "_backward_pre_hooks")
+"""Names of the tables of hooks, those of the backward pass too, without their flags."""
+
 
 class Handle:
     """Takes a hook off again. Calling `remove` twice is fine."""
@@ -124,8 +127,8 @@ def tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(module.__dict__[name] for name in (*BEFORE, *AFTER))
 
 
-def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks called before a module's forward, and those called after it, without their flags."""
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks called before a module's forward, and those called after it, without their flags."""
     return module.__dict__[BEFORE[-1]], module.__dict__[AFTER[-1]]
 
 
@@ -133,7 +136,7 @@ def keys(module: nn.Module, hooks: Iterable[object], *, silent: bool = False) ->
     """Return the keys under which a module has these very hooks; with `silent`, those that are silenced too."""
     wanted = {id(hook) for hook in hooks}
     found: list[int] = []
-    for table in _hooks_of(module):
+    for table in hooks_of(module):
         for key, hook in table.items():
             if id(hook.hook if silent and isinstance(hook, Silenced) else hook) in wanted:
                 found.append(key)
@@ -148,7 +151,7 @@ def is_set(module: nn.Module, hook: object) -> bool:
 
 def orphans(module: nn.Module) -> list[int]:
     """Return the keys of hfpatch's flags whose hook somebody took off without them."""
-    slots, hooked = module.__dict__, {key for table in _hooks_of(module) for key in table}
+    slots, hooked = module.__dict__, {key for table in hooks_of(module) for key in table}
     return [key for name in (*BEFORE[:-1], *AFTER[:-1]) for key in slots[name] if key < 0 and key not in hooked]
 
 
@@ -172,7 +175,7 @@ class Silenced:
 def silence(module: nn.Module, hooks: Iterable[object]) -> None:
     """Let a hook that does nothing stand in the place of each of these, so that the order stays."""
     for key in keys(module, hooks):
-        for table in _hooks_of(module):
+        for table in hooks_of(module):
             if key in table:
                 table[key] = Silenced(table[key])
 
@@ -180,7 +183,7 @@ def silence(module: nn.Module, hooks: Iterable[object]) -> None:
 def unsilence(module: nn.Module, hooks: Iterable[object]) -> None:
     """Put back those of these hooks that are silenced."""
     wanted = {id(hook) for hook in hooks}
-    for table in _hooks_of(module):
+    for table in hooks_of(module):
         for key, hook in list(table.items()):
             if isinstance(hook, Silenced) and id(hook.hook) in wanted:
                 table[key] = hook.hook

@@ -13,14 +13,29 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.implementation import chosen
+
+
+def built(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: Any, attention: str | None = None) -> Any:
+    """Build a class from a config in a dtype, as `from_pretrained` does before it loads weights.
+
+    Args:
+        cls: The class.
+        config: It may be written to.
+        dtype: Of its parameters; torch's default if None.
+        attention: The implementation; the one that transformers chooses if not given.
+    """
+    words = {} if attention is None else {"attn_implementation": attention}
+    making: Any = cls
+    return making._from_config(config, dtype=dtype, **words)
+
 
 def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a class from a copy of a config on meta; dtypes are those that `from_pretrained(dtype=)` gives."""
     own = copy.deepcopy(config)
-    live = own._attn_implementation
-    making: Any = cls
+    live = chosen(own)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
-        return making._from_config(own, dtype=dtype, attn_implementation=live if live in ("eager", "sdpa") else "eager")
+        return built(cls, own, dtype, live if live in ("eager", "sdpa") else "eager")
 
 
 def fill(model: PreTrainedModel, module: nn.Module) -> None:

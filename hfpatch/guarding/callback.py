@@ -1,5 +1,3 @@
-# accelerate's optimizer tells the Trainer of a skip through one attribute only
-# pyright: reportPrivateUsage=false
 """GuardCallback: the guard inside a transformers Trainer.
 
 A callback can neither skip a step nor see gradients before they are clipped. So while an epoch runs, and on this
@@ -24,6 +22,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from hfpatch.compat.accelerate import says_skipped
+from hfpatch.compat.trainer import EPOCH, SAVE
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, optional, want
 from hfpatch.guarding.checks import check, trained
@@ -134,9 +134,9 @@ class GuardCallback(TrainerCallback, ExportableState):
             (accelerator, "clip_grad_norm_", self._clip(accelerator, inner)),
             (optimizer, "step", self._step(optimizer)),
             (trainer, "log", self._log),
-            (trainer, "_save_checkpoint", self._save),
+            (trainer, SAVE, self._saving),
         ]
-        self._replace(trainer, "_run_epoch", self._run_epoch(trainer, model))
+        self._replace(trainer, EPOCH, self._epoch(trainer, model))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge what the Trainer clipped by another way (gradients on several meshes); blame is lost, safety is not."""
@@ -199,7 +199,7 @@ class GuardCallback(TrainerCallback, ExportableState):
                 given = original(*args, **kwargs)
             elif optimizer.scaler is not None:
                 optimizer.scaler.update()
-            optimizer._is_overflow = skipped
+            says_skipped(optimizer, skipped)
             self.judge.look_at_parameters(facts)
             conclude(self.recorder, window, self.judge, facts, optimizer.scaler)
             return given
@@ -212,12 +212,12 @@ class GuardCallback(TrainerCallback, ExportableState):
             self._recent = []
         original(logs, *args, **kwargs)
 
-    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.judge is not None:
             self.judge.confirm()
         return original(*args, **kwargs)
 
-    def _run_epoch(self, trainer: Trainer, model: Any) -> Callable[..., Any]:
+    def _epoch(self, trainer: Trainer, model: Any) -> Callable[..., Any]:
         def run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self not in trainer.callback_handler.callbacks:  # taken out after a training that raised at its start
                 self._release()

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
-from hfpatch.model.survey import peek
+from hfpatch.model import wrapping
+from hfpatch.model.walk import peek
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 STRAY = "not the model's: parameter of the optimizer"
 """Begins the name of a parameter that the optimizer holds and the model does not."""
 
@@ -87,7 +88,7 @@ def check(
     if scaled:
         for name, parameter in parameters.items():
             if parameter.requires_grad and not unscales(parameter.device, parameter.dtype):
-                dtype = str(parameter.dtype).removeprefix("torch.")
+                dtype = dtype_name(parameter.dtype)
                 raise InputError(
                     f"guard: {name} is {dtype} and trains under a GradScaler, which cannot unscale {dtype} gradients "
                     f"on {parameter.device.type}; keep what trains in float32 (parameter.data = parameter.data.float(),"
@@ -187,7 +188,5 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def plain(name: str) -> str:
-    """A name without what DDP, FSDP1 and torch.compile put into it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "") if name.startswith(wrapper) or f".{wrapper}" in name else name
-    return name
+    """A name without what DDP, FSDP1, torch.compile and checkpointing put into it."""
+    return wrapping.plain(name, "module")

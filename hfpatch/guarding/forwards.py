@@ -1,11 +1,8 @@
-# the function that checkpoints a layer is known to transformers under one private name only
-# pyright: reportPrivateUsage=false
 """What a model's forward does with what a Trainer passes: `num_items_in_batch`, and activation checkpointing."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import math
 import re
@@ -18,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.compat import hooks
+from hfpatch.compat.checkpointing import is_reentrant
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import plain
 from hfpatch.model.code import tree_of
@@ -198,9 +196,7 @@ def cut_off(
 
 def _reentrant(layer: GradientCheckpointingLayer, settings: Settings | None) -> bool:
     if layer.gradient_checkpointing:
-        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
-        # torch's default, where nothing is said, is the reentrant one
-        return isinstance(function, functools.partial) and function.keywords.get("use_reentrant", True) is not False
+        return is_reentrant(layer)
     return settings is not None and settings.checkpointing and settings.reentrant
 
 
@@ -231,7 +227,9 @@ def _reached(inner: nn.Module, stacks: dict[str, list[Any]], batch: Mapping[str,
 
 def _trains_before(model: nn.Module, inner: nn.Module, layers: list[tuple[str, GradientCheckpointingLayer]]) -> bool:
     """Whether something trains that is neither in the layers nor in a head, or a hook makes the inputs train."""
-    if any("require_grad" in getattr(h, "__name__", "") for m in model.modules() for h in m._forward_hooks.values()):
+    if any(
+        "require_grad" in getattr(h, "__name__", "") for m in model.modules() for h in hooks.hooks_of(m)[1].values()
+    ):
         return True
     after = {id(p) for _, layer in layers for p in layer.parameters()}
     if isinstance(inner, PreTrainedModel):

@@ -1,5 +1,3 @@
-# torch.nn.utils.get_total_norm takes no dtype, and in float16 its sum of squares overflows
-# pyright: reportPrivateUsage=false
 """Gradient norms in float32, of plain, half-precision and sharded tensors; clipping by a norm that is known."""
 
 from __future__ import annotations
@@ -10,6 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hfpatch.compat import foreach
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     found: list[Any] = [None] * len(tensors)
     for (_, dtype), places in groups.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide), strict=True):
+        for i, norm in zip(places, foreach.norms([tensors[i] for i in places], 2, dtype=wide), strict=True):
             found[i] = norm
     if len(groups) == 1:
         return torch.stack(found)
@@ -76,4 +76,4 @@ def clip_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device))
+        foreach.multiply_(group, factor.to(device))

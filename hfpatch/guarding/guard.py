@@ -1,5 +1,3 @@
-# accelerate tells its scheduler and its caller of a skip through one attribute only
-# pyright: reportPrivateUsage=false
 """Guard: a plain training loop that survives a bad batch."""
 
 from __future__ import annotations
@@ -10,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hfpatch.compat.accelerate import says_skipped
+from hfpatch.compat.optimizers import skips_itself
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
 from hfpatch.guarding.checks import check, held, trained
@@ -18,7 +18,7 @@ from hfpatch.guarding.judge import Judge, Verdict, check_loss
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts, Outcome
 from hfpatch.guarding.recorder import BOX, Box, conclude
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class Guard:
 
     def _schedule(self, *, stepped: bool) -> None:
         if self._given is not self.optimizer:
-            self._given._is_overflow = not stepped
+            says_skipped(self._given, not stepped)
         if stepped and self.scheduler is not None:
             self.scheduler.step()
 
@@ -350,7 +350,7 @@ def follow(judge: Judge, model: nn.Module, optimizer: torch.optim.Optimizer, *, 
 def _keeps_on_device(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], wanted: bool | None
 ) -> bool:
-    fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    fused = skips_itself(optimizer)
     if fused and isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
         if wanted:
             raise InputError(

@@ -12,7 +12,7 @@ from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import plain
 from hfpatch.guarding.gradient_norms import piece, tensor_norms
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 from hfpatch.report import Sheet
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checks import plain, quantised, unscales, zero_eps
 from hfpatch.guarding.hazard import Hazard
 from hfpatch.guarding.subject import Subject
@@ -85,7 +86,7 @@ def eps_of_adam(subject: Subject) -> Iterator[Hazard]:
         yield Hazard(
             "adam-eps-zero",
             certain=subject.loaded and not fused,
-            reason=f"{name} has eps={eps:g}, which is 0 in {facts.dtype_name(dtype)} of {first}, as is the square of "
+            reason=f"{name} has eps={eps:g}, which is 0 in {dtype_name(dtype)} of {first}, as is the square of "
             f"a small gradient (below 2e-4): {then}",
             change=f"{WIDEN}, or set eps (adam_epsilon) of at least {torch.finfo(dtype).smallest_normal:.2g}",
         )
@@ -95,7 +96,7 @@ def eps_of_adam(subject: Subject) -> Iterator[Hazard]:
 def quantised_in_float16(subject: Subject) -> Iterator[Hazard]:
     """A quantised base computes in float16."""
     layers, half = quantised(subject.model)
-    asked = str((subject.quantization or {}).get("bnb_4bit_compute_dtype")).removeprefix("torch.") == "float16"
+    asked = dtype_name((subject.quantization or {}).get("bnb_4bit_compute_dtype")) == "float16"
     if half:
         what = f"{len(half)} quantised layers ({half[0]} first) compute in float16 by their compute_dtype"
     elif asked and not layers:

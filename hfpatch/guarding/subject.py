@@ -13,8 +13,9 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.guarding.checks import plain, trained
 from hfpatch.guarding.settings import Settings, read_settings
-from hfpatch.inspecting import facts
-from hfpatch.model.survey import Survey, peek
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import peek
+from hfpatch.model.wrapping import unwrap
 
 
 class Subject:
@@ -39,7 +40,7 @@ class Subject:
     def __init__(self, model: Any, args: Any, optimizer: Any, batch: Mapping[str, Any] | None, device: Any) -> None:
         self.survey = Survey(model)
         self.model = self.survey.root
-        self.inner = facts.core(self.model)
+        self.inner = unwrap(self.model)
         self.settings: Settings | None = None if args is None else read_settings(args)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:

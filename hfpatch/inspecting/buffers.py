@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hfpatch.model.survey import Survey, starred
+from hfpatch.compat.modules import buffers, unsaved
+from hfpatch.dtypes import dtype_name
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import starred
 
 
 @dataclass(frozen=True)
@@ -32,21 +36,21 @@ def buffers_made(survey: Survey) -> tuple[Buffers, ...]:
     """Every kind of buffer in an object that is not in its state dict, in module order. Reads only."""
     found: dict[tuple[str, str, tuple[int, ...], str, bool], int] = {}
     for path, module in survey.modules.items():
-        own = module.__dict__
-        for name in sorted(own["_non_persistent_buffers_set"]):
-            buffer = own["_buffers"].get(name)
+        own = buffers(module)
+        for name in sorted(unsaved(module)):
+            buffer = own.get(name)
             if buffer is None:
                 continue
             cls = type(module).__name__
             place = starred(f"{path}.{name}" if path else name)
-            dtype = str(buffer.dtype).removeprefix("torch.")
+            dtype = dtype_name(buffer.dtype)
             key = (place, cls, tuple(buffer.shape), dtype, _is_rotary(cls, name, own))
             found[key] = found.get(key, 0) + 1
     return tuple(Buffers(*key, count) for key, count in found.items())
 
 
-def _is_rotary(cls: str, name: str, own: dict[str, Any]) -> bool:
+def _is_rotary(cls: str, name: str, own: Iterable[str]) -> bool:
     """Frequencies go by `inv_freq` wherever there are some, and what is kept beside them goes with them."""
-    beside = {*own["_buffers"], name}
+    beside = {*own, name}
     told = "rot" in cls.lower() or "rope" in cls.lower()
     return told or any("inv_freq" in other for other in beside) or name.startswith(("cos", "sin"))

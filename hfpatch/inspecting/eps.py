@@ -18,10 +18,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.implementation import choose
 from hfpatch.model.added import cut_layers
 from hfpatch.model.norms import eps_name, eps_of, is_norm, same_eps
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import Submodel, Survey, starred, stock_class
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, starred, stock_class, without_copy
+from hfpatch.model.wrapping import plain
 
 FROM_CONFIG = "config: "
 CLASS_DEFAULT = "class default"
@@ -31,9 +34,6 @@ ADDED = "added module"
 UNKNOWN = "unknown"
 
 _EPS_KEY = re.compile(r"(?<!st)eps(ilon)?(_|$)")
-_WRAPPING = re.compile(
-    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)"
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Rebuilt:
 
     def trace(self, path: str, module: nn.Module) -> tuple[str, float | None]:
         """Where the eps of a norm at this starred path comes from, and what it is when built."""
-        place = _WRAPPING.sub("", path[self._prefix :]).lstrip(".")
+        place = plain(without_copy(path[self._prefix :]), "base_layer").lstrip(".")
         name = type(module).__name__
         built = (self._short or {}).get(place) or (self._full or {}).get(place)
         if built is None or built[0] != name:
@@ -156,7 +156,7 @@ class Rebuilt:
     def _norms(self, *, short: bool) -> dict[str, tuple[str, float | None]] | None:
         """(class, eps) of each norm by starred path; None where the class rejects the changed config."""
         config: Any = copy.deepcopy(self._config)
-        config._attn_implementation = "eager"  # no norm depends on it, and this machine may lack the one set
+        choose(config, "eager")  # no norm depends on it, and this machine may lack the one set
         try:
             if short:
                 cut_layers(config)

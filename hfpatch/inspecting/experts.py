@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.model.survey import CONVOLUTIONS, Survey, dims, starred
+from hfpatch.compat.modules import CONVOLUTIONS, parameters
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import dims, starred
 
 STACKED, LISTED = "stacked parameters", "list of modules"
 
@@ -59,7 +61,7 @@ def experts(survey: Survey) -> tuple[Experts, ...]:
             continue
         if _SHARED.search(path.rpartition(".")[2]):
             continue
-        stacks = {n: p for n, p in module.__dict__["_parameters"].items() if p is not None and dims(p) >= 2}
+        stacks = {n: p for n, p in parameters(module).items() if p is not None and dims(p) >= 2}
         listed = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
         if not listed and not stacks:
             continue

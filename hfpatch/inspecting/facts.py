@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,22 +13,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat import dynamo, hooks, implementation
+from hfpatch.compat.peft import has_own_adapters
+from hfpatch.dtypes import dtype_name
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack, weights_dtype
 from hfpatch.model.source import kept_in_float32
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel
+from hfpatch.model.wrapping import kind_of
 
 _SCALES = ("embedding_multiplier", "embedding_scale", "scale_emb", "embed_scale", "normalizer")
 _SWITCHES = ("mup_enabled", "rescale_embeddings")
-
-_WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "DDP",
-    "torch.nn.parallel.data_parallel.DataParallel": "DataParallel",
-    "torch._dynamo.eval_frame.OptimizedModule": "torch.compile",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP",
-    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "FSDP2",
-    "peft.peft_model.PeftModel": "PEFT",
-}
 
 
 @dataclass(frozen=True)
@@ -114,11 +109,6 @@ class Adapter:
 
 def _renamed(values: dict[str, Any]) -> dict[str, Any]:
     return {"class" if k == "cls" else k: v for k, v in values.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float16` for `torch.float16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def embeddings(survey: Survey) -> tuple[Embedding, ...]:
@@ -236,31 +226,14 @@ def attention(survey: Survey) -> tuple[Attention, ...]:
             continue
         home = next((s for s in survey.submodels if s.path in ("", path) or path.startswith(f"{s.path}.")), None)
         key = _key(home.model.config, model.config) if home is not None else None
-        implementation = str(getattr(model.config, "_attn_implementation", None) or "eager")
-        accepted = accepts(model)
+        current = str(implementation.chosen(model.config) or "eager")
+        accepted = implementation.taken(model)
         note = ""
         if "sdpa" not in accepted:
             cap = getattr(model.config, "attn_logit_softcapping", None)
             note = f"sdpa refused: scores are soft-capped at {cap:g}" if cap else "sdpa refused by the class"
-        found[id(model.config)] = Attention(path, key or "", type(model).__name__, implementation, accepted, note)
+        found[id(model.config)] = Attention(path, key or "", type(model).__name__, current, accepted, note)
     return tuple(found.values())
-
-
-def accepts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Implementations a model's class takes, by the flags that `set_attn_implementation` asks.
-
-    What a machine lacks (flash-attn) is not considered. A class refuses sdpa where it caps its scores
-    (Gemma 2), whatever the cap in the config.
-    """
-    flags: Any = model
-    out = ["eager"]
-    if flags._supports_sdpa:
-        out.append("sdpa")
-    if flags._supports_flash_attn:
-        out.extend(getattr(flags, "_compatible_flash_implementations", None) or ["flash_attention_2"])
-    if flags._supports_flex_attn:
-        out.append("flex_attention")
-    return tuple(out)
 
 
 def _key(root: PreTrainedConfig, wanted: PreTrainedConfig) -> str | None:
@@ -277,36 +250,13 @@ def wrappers(survey: Survey) -> tuple[Wrapper, ...]:
     """What is wrapped around modules, outermost first; FSDP2 on every layer is named once, at the top."""
     found: list[Wrapper] = []
     for path, module in survey.modules.items():
-        kind = wrapper_kind(module)
+        kind = kind_of(type(module))
         if kind is not None and not (kind.startswith("FSDP") and any(w.kind == kind for w in found)):
             found.append(Wrapper(kind, path))
-    if "torch._dynamo" in sys.modules:  # asking would import it: a second
+    if dynamo.is_loaded():
         known = {w.path for w in found if w.kind == "torch.compile"}
         found.extend(Wrapper("torch.compile", path) for path in survey.compiled if path not in known)
     return tuple(found)
-
-
-def wrapper_kind(module: nn.Module) -> str | None:
-    """What kind of wrapper a module is, told from its classes' names so that nothing is imported."""
-    for cls in type(module).__mro__:
-        if (kind := _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
-            return kind
-    return None
-
-
-def core(root: nn.Module) -> nn.Module:
-    """The module inside all wrappers."""
-    while (kind := wrapper_kind(root)) not in (None, "FSDP2"):
-        inner: Any = root
-        if kind == "PEFT":
-            inner = inner.base_model
-            inner = inner.model if type(inner).__module__.startswith("peft.") else inner
-        else:
-            inner = inner._orig_mod if kind == "torch.compile" else inner.module
-        if not isinstance(inner, nn.Module):
-            break
-        root = inner
-    return root
 
 
 def adapters(survey: Survey) -> tuple[Adapter, ...]:
@@ -314,8 +264,8 @@ def adapters(survey: Survey) -> tuple[Adapter, ...]:
     found: dict[str, Adapter] = {}
     for module in survey.modules.values():
         given: Any = module
-        is_peft = wrapper_kind(module) == "PEFT"
-        if not is_peft and not (isinstance(module, PreTrainedModel) and vars(module).get("_hf_peft_config_loaded")):
+        is_peft = kind_of(type(module)) == "PEFT"
+        if not is_peft and not (isinstance(module, PreTrainedModel) and has_own_adapters(module)):
             continue
         active: Any = given.active_adapters if is_peft else given.active_adapters()
         for name, config in given.peft_config.items():
@@ -339,8 +289,8 @@ def hazards(
         dtypes: Those that parameters have.
     """
     for submodel, stack, stream in stacks:
-        hooks = stack.layers[0][1].__dict__["_forward_pre_hooks"].values()
-        patched = any(type(hook).__name__ == "CastInput" for hook in hooks)  # the hook itself, not a record of one
+        there, _ = hooks.hooks_of(stack.layers[0][1])
+        patched = any(type(hook).__name__ == "CastInput" for hook in there.values())  # a hook, not a record of one
         if stream == torch.float16 and not patched and find_embedding(submodel.model) is not None:
             yield f"float16 residual stream in {stack.path}: it can pass 65,504, the largest float16"
     for row in attentions:

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.compat.modules import children, parameters
 from hfpatch.model.code import is_self, tree_of
-from hfpatch.model.survey import Survey, dims, peek, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import dims, peek, starred
 
 _SPLITS = frozenset(("chunk", "split", "unbind", "tensor_split", "split_with_sizes"))
 _FACTS = frozenset(("shape", "dtype", "device", "size", "ndim", "numel", "dim", "stride"))
@@ -44,7 +46,7 @@ def fused(survey: Survey) -> tuple[Fused, ...]:
         if type(module).__module__.startswith("torch.") or not (names := _matrices(module)):
             continue
         for name, parts in splits(type(module), names).items():
-            inner = module.__dict__["_modules"].get(name)
+            inner = children(module).get(name)
             cls = type(module if inner is None else inner).__name__
             key = (starred(f"{path}.{name}" if path else name), cls, parts)
             found[key] = found.get(key, 0) + 1
@@ -56,10 +58,9 @@ def _matrices(module: nn.Module) -> frozenset[str]:
 
     What has `weight` itself is a linear map, or a router: what it gives is not taken apart in its own code.
     """
-    own = module.__dict__
-    maps = (name for name, child in own["_modules"].items() if child is not None and _is_map(child))
+    maps = (name for name, child in children(module).items() if child is not None and _is_map(child))
     return frozenset(
-        (*maps, *(n for n, p in own["_parameters"].items() if p is not None and dims(p) > 1 and n != "weight"))
+        (*maps, *(n for n, p in parameters(module).items() if p is not None and dims(p) > 1 and n != "weight"))
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,109 +9,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.given import FLAG, want
 from hfpatch.inspecting import facts
-from hfpatch.inspecting.buffers import Buffers, buffers_made
-from hfpatch.inspecting.eps import NormKind, norm_kinds
-from hfpatch.inspecting.experts import Experts, experts
-from hfpatch.inspecting.facts import Adapter, Attention, Embedding, Head, Wrapper, dtype_name
-from hfpatch.inspecting.fused import Fused, fused
-from hfpatch.inspecting.layers import LayerList, layer_lists
+from hfpatch.inspecting.buffers import buffers_made
+from hfpatch.inspecting.eps import norm_kinds
+from hfpatch.inspecting.experts import experts
+from hfpatch.inspecting.fused import fused
+from hfpatch.inspecting.info import ModelInfo, StackInfo, SubmodelInfo
+from hfpatch.inspecting.layers import layer_lists
 from hfpatch.model.roles import stream_dtype
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config
-from hfpatch.model.survey import Submodel, Survey, elements
-from hfpatch.report import Sheet
-
-
-@dataclass(frozen=True)
-class SubmodelInfo:
-    """A transformers model inside: where, which, and how many parameters (shared ones once)."""
-
-    path: str
-    architecture: str
-    cls: str
-    parameters: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON: path, architecture, class, parameters."""
-        return {"path": self.path, "architecture": self.architecture, "class": self.cls, "parameters": self.parameters}
-
-
-@dataclass(frozen=True)
-class StackInfo:
-    """A residual stream: the path of its list of layers, how many, and the dtype the stream is in."""
-
-    submodel: str
-    path: str
-    layers: int
-    dtype: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON: submodel, path, layers, dtype."""
-        return dict(vars(self))
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """Facts about a model. Prints as tables; `to_dict()` gives the same as JSON.
-
-    `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it.
-    `weights_loaded` is False where every parameter is on meta.
-    """
-
-    cls: str
-    architecture: str | None
-    name: str
-    parameters: int
-    dtypes: dict[str, int]
-    trainable: int
-    weights_loaded: bool
-    declared_dtype: str | None
-    quantization: str | None
-    submodels: tuple[SubmodelInfo, ...]
-    embeddings: tuple[Embedding, ...]
-    heads: tuple[Head, ...]
-    layers: tuple[LayerList, ...]
-    stacks: tuple[StackInfo, ...]
-    norms: tuple[NormKind, ...]
-    attention: tuple[Attention, ...]
-    experts: tuple[Experts, ...]
-    fused: tuple[Fused, ...]
-    buffers: tuple[Buffers, ...]
-    wrappers: tuple[Wrapper, ...]
-    adapters: tuple[Adapter, ...]
-    hazards: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON, with stable keys.
-
-        class, architecture (None for a hand-written composite), name (hub name or directory), parameters,
-        dtypes {dtype: parameters}, trainable, weights_loaded, declared_dtype, quantization, submodels,
-        embeddings, heads, layers, stacks, norms, attention, experts, fused, buffers (those in no checkpoint),
-        wrappers, adapters, hazards; lists hold what the `to_dict` of each item says.
-        """
-        values = {"class" if k == "cls" else k: v for k, v in vars(self).items()}
-        values["dtypes"] = dict(self.dtypes)
-        return {
-            k: [i if isinstance(i, str) else i.to_dict() for i in v] if isinstance(v, tuple) else v
-            for k, v in values.items()
-        }
-
-    def sheets(self) -> tuple[Sheet, ...]:
-        """As tables: facts, submodels where there are several, layers, experts, norms, attention, hazards."""
-        from hfpatch.inspecting.sheets import sheets
-
-        return sheets(self)
-
-    def sheet(self) -> Sheet:
-        """The first table: the facts that are one line each."""
-        return self.sheets()[0]
-
-    def __str__(self) -> str:
-        return "\n\n".join(s.to_text() for s in self.sheets())
-
-    def _repr_html_(self) -> str:
-        return "\n".join(s.to_html() for s in self.sheets())
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, elements
+from hfpatch.model.wrapping import unwrap
 
 
 def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
@@ -138,7 +48,7 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         declared = declared_dtype(given)
         given = build_on_meta(given)
     survey = Survey(given)
-    model = facts.core(survey.root)
+    model = unwrap(survey.root)
     config: Any = model.config if isinstance(model, PreTrainedModel) else None
     if config is not None and declared is None:
         declared = declared_dtype(config)

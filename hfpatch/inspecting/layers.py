@@ -15,10 +15,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfpatch.compat.modules import CONVOLUTIONS, children, parameters
 from hfpatch.model.attention import eager_function
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import ADAPTERS, CONVOLUTIONS, Survey, dims, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import dims, starred
+from hfpatch.model.wrapping import ON_LAYERS, unwrap
 
 TEXT, VISION, AUDIO, OTHER = "text", "vision", "audio", "other"
 
@@ -28,6 +31,9 @@ LINEAR_ATTENTION = "linear attention"
 RWKV = "rwkv"
 RECURRENT = "recurrent"
 CONVOLUTION = "convolution"
+
+INSIDE = ("adapter", *ON_LAYERS)
+"""Wrappers that stand in the place of a layer or of a part of one."""
 
 _STATES = frozenset(("A_log", "D", "time_decay"))
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -114,11 +120,11 @@ class _Layers:
                     self.held[id(module)] = self._own_and_below(module)
                 continue
             opened.add(id(module))
-            pending.extend(c for c in module.__dict__["_modules"].values() if c is not None and id(c) not in opened)
+            pending.extend(c for c in children(module).values() if c is not None and id(c) not in opened)
 
     def _own_and_below(self, module: nn.Module) -> _Held:
-        own, children = module.__dict__["_parameters"], module.__dict__["_modules"].values()
-        below = [self.held[id(c)] for c in children if c is not None and id(c) in self.held]
+        own = parameters(module)
+        below = [self.held[id(c)] for c in children(module).values() if c is not None and id(c) in self.held]
         return _Held(
             norm=any(h.norm for h in below) or is_norm(module) or "Norm" in type(module).__name__,
             matrices=sum(h.matrices for h in below)
@@ -190,7 +196,7 @@ class _Layers:
         """(kind, class) of the outermost modules in a layer that mix tokens; the layer's own, where it is one."""
         found = self._below(layer)
         if not found and (kind := self.kind(layer)) is not None:
-            found = [(kind, type(_peeled(layer)).__name__)]
+            found = [(kind, type(unwrap(layer, INSIDE)).__name__)]
         return tuple(dict.fromkeys(found))
 
     def _below(self, layer: nn.Module, met: set[int] | None = None) -> list[tuple[str, str]]:
@@ -204,7 +210,7 @@ class _Layers:
             if kind is None:
                 found.extend(self._below(child, met))
             else:
-                found.append((kind, type(_peeled(child)).__name__))
+                found.append((kind, type(unwrap(child, INSIDE)).__name__))
         return found
 
     def kind(self, module: nn.Module) -> str | None:
@@ -251,7 +257,7 @@ def layer_lists(survey: Survey) -> tuple[LayerList, ...]:
         holder = survey.holder(items[0][0])
         kinds: dict[tuple[str, tuple[tuple[str, str], ...]], list[int]] = {}
         for i, (_, item) in enumerate(items):
-            kinds.setdefault((type(_peeled(item)).__name__, reading.mixers(item)), []).append(i)
+            kinds.setdefault((type(unwrap(item, INSIDE)).__name__, reading.mixers(item)), []).append(i)
         made = tuple(LayerKind(cls, found, tuple(at)) for (cls, found), at in kinds.items())
         home = "" if holder is None else holder.path
         out.append(LayerList(path, home, modality(survey, *items[0]), len(items), made))
@@ -260,7 +266,7 @@ def layer_lists(survey: Survey) -> tuple[LayerList, ...]:
 
 def modality(survey: Survey, path: str, layer: nn.Module) -> str:
     """What a layer perceives, told by the innermost part around it that says so."""
-    if told := re.search(r"(Audio|Vision)(?!.*Decoder)\w*(Layer|Block)$", type(_peeled(layer)).__name__):
+    if told := re.search(r"(Audio|Vision)(?!.*Decoder)\w*(Layer|Block)$", type(unwrap(layer, INSIDE)).__name__):
         return told.group(1).lower()
     names = path.split(".")
     for depth in range(len(names), -1, -1):
@@ -288,12 +294,3 @@ def _composite(module: PreTrainedModel) -> bool:
 
 def _first(patterns: Iterable[tuple[re.Pattern[str], str]], text: str) -> str | None:
     return next((kind for pattern, kind in patterns if pattern.search(text)), None)
-
-
-def _peeled(module: nn.Module) -> nn.Module:
-    """A module without what PEFT, accelerate, compile or checkpointing put in its place."""
-    for name in ("base_layer", "_orig_mod", "_checkpoint_wrapped_module"):
-        inner = module.__dict__["_modules"].get(name)
-        if isinstance(inner, nn.Module) and type(module).__module__.startswith((*ADAPTERS, "torch.")):
-            return _peeled(inner)
-    return module

@@ -15,7 +15,7 @@ from hfpatch.lab.example_audio import sounds
 from hfpatch.lab.example_images import images
 from hfpatch.lab.example_special import ASKED, SPECIAL
 from hfpatch.lab.example_text import BATCH, insert, placeholder, placeholders, text
-from hfpatch.model.survey import MODEL
+from hfpatch.model.walk import MODEL
 
 COUNTS: dict[str, int] = {"granite4_vision": 10, "musicflamingo": 8, "qwen2_audio": 8}
 """Features of the example's image or sound, where the model cannot be asked for them."""

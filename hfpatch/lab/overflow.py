@@ -14,7 +14,8 @@ from hfpatch.compat import hooks
 from hfpatch.errors import InputError
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel
 
 STREAM = 68_000.0
 """What the stream is to reach; float16 ends at 65,504."""

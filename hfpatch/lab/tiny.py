@@ -16,13 +16,14 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.atlas.atlas import MAPPINGS, architectures
+from hfpatch.compat import initial
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, SIZE, TEXT, WHOLE, Kind, optional, want
 from hfpatch.lab.composites_lora import peft_all, peft_qv
 from hfpatch.lab.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.lab.shrink import shrunk
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import peek
+from hfpatch.model.walk import peek
 
 TASKS: dict[str, Mapping[str, str]] = {
     task: getattr(modeling_auto, MAPPINGS[task]) for task in ("multimodal", "seq2seq", "causal")
@@ -86,7 +87,7 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
     cls: Any = getattr(transformers, TASKS[task or tasks[0]][architecture])
     with torch.random.fork_rng(devices=[]), _refusals(architecture, overrides):
         torch.manual_seed(seed)
-        model = cls._from_config(_of_class(cls, config), attn_implementation="eager", dtype=torch.float32)
+        model = initial.built(cls, _of_class(cls, config), torch.float32, "eager")
     return model.eval()
 
 

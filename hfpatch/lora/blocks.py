@@ -14,11 +14,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.modules import children
 from hfpatch.lora.linear import features
 from hfpatch.lora.places import ancestors, frame_of, own_parameters, places
 from hfpatch.model.embed import find_embedding, resolve
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import Submodel, Survey, dims, inside
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, dims, inside
 
 BRIDGE = re.compile(r"q_?former|resampler|perceiver|projector|connector|abstractor|merger")
 AUDIO = re.compile(r"audio|speech|input_features|input_values")
@@ -110,7 +112,7 @@ class Layout:
         for path, place in self.places.items():
             if not isinstance(place.module, (nn.ModuleList, nn.Sequential)) or not taken.isdisjoint(ancestors(path)):
                 continue
-            items = [f"{path}.{name}" for name in place.module.__dict__["_modules"]]
+            items = [f"{path}.{name}" for name in children(place.module)]
             if not items or not all(item in with_map for item in items):
                 continue
             if all(item in with_norm for item in items):

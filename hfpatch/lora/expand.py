@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.compat.modules import children
 from hfpatch.errors import InputError
 from hfpatch.lora.matrices import Matrix, Reading
 from hfpatch.lora.names import Namer
-from hfpatch.lora.places import is_tuner
 from hfpatch.lora.targets import Coverage, coverage_of
-from hfpatch.model.survey import Survey, inside, starred
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import inside, starred
+from hfpatch.model.wrapping import is_tuner
 
 KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal"})
 """Initialisations by name, beside the default, that leave the base weights alone when made and when loaded."""
@@ -61,7 +63,7 @@ class Gap:
 
 def tuners(survey: Survey) -> dict[str, nn.Module]:
     """PEFT's managers of adapters in an object, by path."""
-    return {path: module for path, module in survey.modules.items() if is_tuner(module)}
+    return {path: module for path, module in survey.modules.items() if is_tuner(type(module))}
 
 
 def gap(tuner: Any, adapter: str, reading: Reading) -> Gap:
@@ -348,6 +350,6 @@ def unmanaged(survey: Survey) -> bool:
     """Whether there are LoRA layers that no `LoraModel` manages: those of transformers' `add_adapter`."""
     managed = list(tuners(survey))
     return any(
-        "lora_A" in module.__dict__["_modules"] and not any(inside(path, top) for top in managed)
+        "lora_A" in children(module) and not any(inside(path, top) for top in managed)
         for path, module in survey.modules.items()
     )

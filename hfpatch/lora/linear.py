@@ -7,12 +7,13 @@ import inspect
 import re
 import sys
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from hfpatch.compat.modules import PARAMETERS, parameters
+from hfpatch.compat.peft import layer_for, refuses
 from hfpatch.lora.places import Place
 
 
@@ -105,9 +106,9 @@ def _maps_as_linear(cls: type, module: nn.Module) -> bool:
         return True  # a quantised class: PEFT has a layer of its own for it, or takes it as a plain one
     if cls not in _LINEAR:
         shell = copy.copy(module)
-        shell.__dict__["_parameters"] = {
+        shell.__dict__[PARAMETERS] = {
             k: None if p is None else nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=False)
-            for k, p in module.__dict__["_parameters"].items()
+            for k, p in parameters(module).items()
         }
         try:
             out: Any = cls.forward(shell, torch.empty(2, 3, module.in_features, device="meta"))
@@ -118,40 +119,18 @@ def _maps_as_linear(cls: type, module: nn.Module) -> bool:
 
 
 def _refused_by_peft(kind: str, place: Place, name: str) -> str:
-    if _refused_by_name(name, kind):
+    if refuses(name, kind):
         return f"PEFT refuses {name} in a model of type {kind}"
     if place.wrapper is not None or isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
         return ""
     return _class_refused(place.module)
 
 
-@cache
-def _refused_by_name(name: str, kind: str) -> bool:
-    """Whether PEFT takes no module of this name in models of this type (the Mamba family)."""
-    from peft import LoraConfig
-    from peft.tuners import tuners_utils
-
-    check: Any = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
-    if check is None:
-        return False
-    frame = SimpleNamespace(config=SimpleNamespace(model_type=kind))
-    try:
-        check(LoraConfig(), frame, name)
-    except ValueError:
-        return True
-    return False
-
-
 def _class_refused(module: nn.Module) -> str:
     """Ask PEFT for a layer around a module of a foreign class; the module itself stays as it is."""
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraModel
-
-    make: Any = LoraModel._create_new_module  # pyright: ignore[reportPrivateUsage]
-    words = {"r": 1, "lora_alpha": 1, "device_map": {}, "loaded_in_8bit": False, "loaded_in_4bit": False}
     try:
         with torch.random.fork_rng(devices=[]):
-            make(LoraConfig(r=1), "probe", module, target_name="probe", **words)
+            layer_for(module)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError, KeyError):
         return f"this PEFT has no layer for a {type(module).__name__}"
     return ""

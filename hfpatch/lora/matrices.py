@@ -13,13 +13,14 @@ from functools import cached_property
 
 from torch import nn
 
+from hfpatch.compat.modules import CONVOLUTIONS
 from hfpatch.errors import InputError
 from hfpatch.lora.blocks import Layout
 from hfpatch.lora.linear import multiplies, refusal
 from hfpatch.lora.moe import experts_of, is_shared, only_picks, routers_of
 from hfpatch.lora.places import Place, own_parameters, without_adapter
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import CONVOLUTIONS, dims
+from hfpatch.model.walk import dims
 
 SCOPES = ("language", "vision", "audio", "projector", "all")
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.compat.modules import CONVOLUTIONS, children
 from hfpatch.lora.blocks import Layout
 from hfpatch.lora.linear import source
 from hfpatch.lora.places import ancestors, own_parameters
-from hfpatch.model.survey import CONVOLUTIONS, dims
+from hfpatch.model.walk import dims
 
 
 def experts_of(layout: Layout) -> dict[str, int]:
@@ -84,7 +85,7 @@ def routers_of(layout: Layout, experts: dict[str, int]) -> frozenset[str]:
             found.update(layout.below(path))
     for path, count in experts.items():
         holder = path.rpartition(".")[0]
-        for name in layout.places[holder].module.__dict__["_modules"]:
+        for name in children(layout.places[holder].module):
             child = f"{holder}.{name}" if holder else name
             if child == path or child not in layout.places:  # not there: one module under two names
                 continue

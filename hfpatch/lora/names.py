@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.compat.peft import all_linear
 from hfpatch.lora.places import own_parameters
 
 if TYPE_CHECKING:
@@ -108,10 +109,7 @@ class Namer:
         if got is None:
             return None
         if isinstance(got.target_modules, str) and got.target_modules.lower() == "all-linear":
-            from peft.tuners import tuners_utils
-
-            expand: Any = tuners_utils._maybe_include_all_linear_layers  # pyright: ignore[reportPrivateUsage]
-            got = expand(copy.deepcopy(got), self.frame)
+            got = all_linear(copy.deepcopy(got), self.frame)
         return {key for key in self.keys if check_target_module_exists(got, key)}
 
     def parameters_by(self, config: Any) -> set[str]:

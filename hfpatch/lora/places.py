@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from torch import nn
 
-from hfpatch.model.survey import root_module
+from hfpatch.compat.modules import children, parameters
+from hfpatch.model.walk import root_module
+from hfpatch.model.wrapping import from_peft, unwrap
 
 
 @dataclass(frozen=True)
@@ -22,35 +23,7 @@ class Place:
 
 def frame_of(given: object) -> nn.Module:
     """The module PEFT matches its names in: without PEFT's, torch.compile's and the parallel wrappers around it."""
-    module = root_module(given)
-    while True:
-        held = module.__dict__["_modules"]
-        inner = held.get("_orig_mod") or held.get("_fsdp_wrapped_module")
-        if inner is None and type(module).__module__.startswith("torch.nn.parallel"):
-            inner = held.get("module")
-        if inner is None and "base_model" in held and from_peft(type(module)):
-            inner = held["base_model"]
-        if inner is None and is_tuner(module):
-            inner = held["model"]
-        if inner is None:
-            return module
-        module = inner
-
-
-def is_tuner(module: nn.Module) -> bool:
-    """Whether a module is PEFT's manager of adapters (`LoraModel` and its like), which holds the model."""
-    return "model" in module.__dict__["_modules"] and _manages(type(module))
-
-
-@cache
-def _manages(cls: type) -> bool:
-    return any(base.__name__ == "BaseTuner" and base.__module__.startswith("peft.") for base in cls.__mro__)
-
-
-@cache
-def from_peft(cls: type) -> bool:
-    """Whether a class is PEFT's, or derived from one."""
-    return any(base.__module__.startswith("peft.") for base in cls.__mro__)
+    return unwrap(root_module(given))
 
 
 def places(frame: nn.Module) -> dict[str, Place]:
@@ -64,7 +37,7 @@ def places(frame: nn.Module) -> dict[str, Place]:
             return
         seen.add(id(inner))
         found[path] = Place(path, inner, outer if outer is not inner else None)
-        for name, child in inner.__dict__["_modules"].items():
+        for name, child in children(inner).items():
             if child is not None:
                 walk(f"{path}.{name}" if path else name, child)
 
@@ -75,13 +48,16 @@ def places(frame: nn.Module) -> dict[str, Place]:
 def without_adapter(module: nn.Module) -> nn.Module:
     """What PEFT's layers and wrappers around a module hold."""
     while True:
-        held = module.__dict__["_modules"]
-        if "base_layer" in held and hasattr(type(module), "adapter_layer_names"):
-            module = held["base_layer"]
-        elif "original_module" in held and from_peft(type(module)):
-            module = held["original_module"] or held["token_adapter"]
-        else:
+        inside = children(module)
+        if "base_layer" in inside and (inner := unwrap(module, ("adapter",))) is not module:
+            module = inner
+            continue
+        saved: nn.Module | None = None
+        if "original_module" in inside and from_peft(type(module)):
+            saved = inside["original_module"] or inside["token_adapter"]
+        if saved is None:
             return module
+        module = saved
 
 
 def ancestors(path: str) -> Iterator[str]:
@@ -93,4 +69,4 @@ def ancestors(path: str) -> Iterator[str]:
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """A module's own parameters, by name; `named_parameters(recurse=False)` at a tenth of its cost."""
-    return {name: p for name, p in module.__dict__["_parameters"].items() if p is not None}
+    return {name: p for name, p in parameters(module).items() if p is not None}

@@ -9,7 +9,7 @@ from hfpatch.errors import InputError
 from hfpatch.given import FLAG, TEXT, optional, want
 from hfpatch.lora.matrices import Matrix, Reading, check_scope
 from hfpatch.lora.names import Namer
-from hfpatch.model.survey import starred
+from hfpatch.model.walk import starred
 from hfpatch.report import Sheet
 
 

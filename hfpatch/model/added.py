@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,51 +12,58 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.implementation import choose, chosen
 from hfpatch.errors import InputError
+from hfpatch.model.roles import stock_path
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import ADAPTERS, TOOL_PACKAGES, Submodel, Survey, inside, stock_class, without_copy
+from hfpatch.model.walk import ADAPTERS, TOOL_PACKAGES, Submodel, Walk, inside, stock_class, without_copy
+from hfpatch.model.wrapping import plain
 
 Shape = frozenset[tuple[str, str]]
 """(path with list indices made N, class name) of each module: a model's structure, whatever its depth."""
 
 
-def added_modules(survey: Survey) -> dict[str, nn.Module]:
+def added_modules(walk: Walk, homes: Mapping[str, str]) -> dict[str, nn.Module]:
     """Every added module by path: outside all submodels, in a user's subclass, or put into a stock model.
 
     Found by building the nearest transformers class from the config on meta and comparing; plus what the
     caller named. Adapters and wrappers of tool packages (peft, accelerate) are not added modules.
 
+    Args:
+        walk: Over the object that the caller passed.
+        homes: Paths of the layers that users' modules hold, each with its path in the stock model.
+
     Raises:
         InputError: A name in `added_modules=` matches no module.
     """
     added: dict[str, nn.Module] = {}
-    for submodel in survey.outermost_built:
-        added.update(_differing(survey, submodel))
-    built = [submodel.path for submodel in survey.outermost_built]
-    for path, module in survey.modules.items():
+    for submodel in walk.outermost_built:
+        added.update(_differing(walk, submodel, homes))
+    built = [submodel.path for submodel in walk.outermost_built]
+    for path, module in walk.modules.items():
         if path and not any(inside(path, outer) for outer in built) and _counts(module):
             added[path] = module
-    for path in named_by_caller(survey):
-        added.update(survey.below(path))
+    for path in named_by_caller(walk):
+        added.update(walk.below(path))
     return added
 
 
-def named_by_caller(survey: Survey) -> Iterable[str]:
+def named_by_caller(walk: Walk) -> Iterable[str]:
     """Paths of the modules that `added_modules=` names.
 
     Raises:
         InputError: A name matches nothing, or is no name.
     """
-    wanted: Any = survey.named_by_caller
+    wanted: Any = walk.named_by_caller
     if wanted is not None and not isinstance(wanted, (str, nn.Module, list, tuple, set)):
         raise InputError(f"added_modules: want paths or modules, got {type(wanted).__name__}")
     for item in [] if wanted is None else [wanted] if isinstance(wanted, (str, nn.Module)) else wanted:
         if isinstance(item, nn.Module):
-            if id(item) not in survey.paths:
+            if id(item) not in walk.paths:
                 raise InputError(f"added_modules: a {type(item).__name__} that is not part of this model")
-            yield survey.path(item)
+            yield walk.path(item)
         else:
-            hits = [p for p in survey.modules if p and isinstance(item, str) and fnmatch.fnmatchcase(p, item)]
+            hits = [p for p in walk.modules if p and isinstance(item, str) and fnmatch.fnmatchcase(p, item)]
             if not hits:
                 raise InputError(f"added_modules: no module path matches {item!r}")
             yield from hits
@@ -71,11 +78,11 @@ def _counts(module: nn.Module) -> bool:
     return is_layer or not f"{home}.".startswith((*TOOL_PACKAGES, "transformers."))
 
 
-def _differing(survey: Survey, submodel: Submodel) -> Iterable[tuple[str, nn.Module]]:
+def _differing(walk: Walk, submodel: Submodel, homes: Mapping[str, str]) -> Iterable[tuple[str, nn.Module]]:
     cls = stock_class(submodel.model)
     if cls is None:
         return
-    live = _live(survey, submodel)
+    live = _live(walk, submodel, homes)
     kinds = {key for key, _, _ in live}
     shallow = reference(cls, submodel.model.config, shallow=True)
     if shallow is not None and kinds <= shallow:
@@ -86,7 +93,7 @@ def _differing(survey: Survey, submodel: Submodel) -> Iterable[tuple[str, nn.Mod
     yield from ((path, module) for key, path, module in live if key not in full)
 
 
-def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str, nn.Module]]:
+def _live(walk: Walk, submodel: Submodel, homes: Mapping[str, str]) -> list[tuple[tuple[str, str], str, nn.Module]]:
     """The submodel's modules as a reference build would name them, without adapters and what they hold.
 
     What PEFT holds as `modules_to_save` runs in the place of the module it was copied from, and counts as it.
@@ -94,18 +101,16 @@ def _live(survey: Survey, submodel: Submodel) -> list[tuple[tuple[str, str], str
     out: list[tuple[tuple[str, str], str, nn.Module]] = []
     start = len(submodel.path) + 1 if submodel.path else 0
     skip = "\n"  # in no path
-    for path, module in survey.below(submodel.path):
+    for path, module in walk.below(submodel.path):
         if path.startswith(skip) and not path.startswith(f"{skip}modules_to_save."):
             continue
         if type(module).__module__.startswith(ADAPTERS):
             skip = f"{path}."
             continue
-        relative = survey.stock_path(path)[start:]
+        relative = stock_path(path, homes)[start:]
         if "modules_to_save" in relative:
             relative = without_copy(relative)
-        if "_orig_mod" in relative:
-            relative = ".".join(name for name in relative.split(".") if name != "_orig_mod")
-        out.append(((_generic(relative), _class_name(module)), path, module))
+        out.append(((_generic(plain(relative)), _class_name(module)), path, module))
     return out
 
 
@@ -145,10 +150,10 @@ class _Config:
 
 @lru_cache(maxsize=64)
 def _built(cls: type[PreTrainedModel], _key: str, carried: _Config, shallow: bool) -> Shape | None:
-    live = carried.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
+    live = chosen(carried.config)
     for attention in dict.fromkeys((live if live in ("eager", "sdpa") else "eager", "eager")):
         config = copy.deepcopy(carried.config)
-        config._attn_implementation = attention  # pyright: ignore[reportPrivateUsage]
+        choose(config, attention)
         try:
             if shallow:
                 cut_layers(config)

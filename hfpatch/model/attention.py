@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.compat.implementation import chosen
+from hfpatch.model.walk import Submodel, Walk
 
 EAGER = "eager_attention_forward"
 """Name that transformers gives to each model file's own eager attention."""
@@ -33,10 +34,10 @@ class Attention:
     sinks: bool
 
 
-def attentions(survey: Survey, submodel: Submodel) -> list[Attention]:
+def attentions(walk: Walk, submodel: Submodel) -> list[Attention]:
     """Attention modules of a submodel's own, those of submodels inside it left out."""
     out: list[Attention] = []
-    for path, module in survey.own(submodel):
+    for path, module in walk.own(submodel):
         eager = eager_function(type(module))
         if eager is not None:
             sinks = any(isinstance(getattr(module, n, None), torch.Tensor) for n in ("sinks", "sink"))
@@ -66,7 +67,7 @@ def softcap(config: Any) -> float | None:
 
 def implementation(submodel: Submodel) -> str:
     """Name of the attention implementation in use."""
-    return str(submodel.model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]
+    return str(chosen(submodel.model.config))
 
 
 def exists(name: str) -> bool:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hfpatch.errors import NoEmbeddingError
 from hfpatch.given import TEXT, optional, want
-from hfpatch.model.survey import Submodel, Survey
+from hfpatch.model.walk import Submodel, Walk
 
 
 def embed_tokens(model: object, submodel: str | None = None) -> nn.Module:
@@ -30,12 +30,12 @@ def embed_tokens(model: object, submodel: str | None = None) -> nn.Module:
         NoEmbeddingError: No submodel has a token embedding, or several do and none was named.
     """
     want("embed_tokens", submodel=(submodel, optional(TEXT)))
-    return resolve(Survey(model), submodel)[1]
+    return resolve(Walk(model), submodel)[1]
 
 
-def resolve(survey: Survey, wanted: str | None = None) -> tuple[Submodel, nn.Module]:
+def resolve(walk: Walk, wanted: str | None = None) -> tuple[Submodel, nn.Module]:
     """The submodel and its token embedding; see `embed_tokens`."""
-    candidates = [(s, e) for s in survey.submodels if (e := find_embedding(s.model)) is not None]
+    candidates = [(s, e) for s in walk.submodels if (e := find_embedding(s.model)) is not None]
     if wanted is not None:
         named = [(s, e) for s, e in candidates if wanted in (s.path, s.architecture)]
         if len(named) == 1:
@@ -43,7 +43,7 @@ def resolve(survey: Survey, wanted: str | None = None) -> tuple[Submodel, nn.Mod
         have = ", ".join(f"{s.path or '(root)'} ({s.architecture})" for s, _ in candidates) or "none"
         raise NoEmbeddingError(f"submodel {wanted!r}: want the path or architecture of one of: {have}")
     if not candidates:
-        held = ", ".join(s.place for s in survey.submodels) or f"{type(survey.root).__name__}, no transformers model"
+        held = ", ".join(s.place for s in walk.submodels) or f"{type(walk.root).__name__}, no transformers model"
         raise NoEmbeddingError(f"no token embedding here: found {held}; only a language model has one")
     distinct = {id(e): (s, e) for s, e in candidates}  # the innermost submodel of each embedding
     if len(distinct) > 1:  # an encoder-decoder beside an LLM (a speech encoder) is not the LLM
@@ -88,7 +88,7 @@ class InputEmbeddings:
 
     def __call__(self) -> nn.Module:
         """The module to call with token ids."""
-        return resolve(Survey(self.model))[1]
+        return resolve(Walk(self.model))[1]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InputEmbeddings) and other.model is self.model

@@ -8,7 +8,9 @@ import math
 import torch
 from torch import nn
 
-from hfpatch.model.survey import dims
+from hfpatch.compat import dynamo
+from hfpatch.compat.modules import BATCH_NORMS
+from hfpatch.model.walk import dims
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 """Attribute names of eps, by how often transformers' models use them."""
@@ -22,7 +24,7 @@ def is_norm(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     if "norm" not in name and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return False
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) or "batchnorm" in name or "groupnorm" in name:  # pyright: ignore[reportPrivateUsage]
+    if isinstance(module, BATCH_NORMS) or "batchnorm" in name or "groupnorm" in name:
         return False
     if next(module.children(), None) is not None:
         return False
@@ -33,7 +35,7 @@ def acts_as_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, or a wrapper that holds nothing but norms (PEFT's, torch.compile's)."""
     if is_norm(module):
         return True
-    if not type(module).__module__.startswith(("peft.", "torch._dynamo.")):
+    if not type(module).__module__.startswith(("peft.", f"{dynamo.PACKAGE}.")):
         return False
     owners = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     return bool(owners) and all(is_norm(m) for m in owners)

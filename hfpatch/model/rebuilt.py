@@ -17,12 +17,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.compat import initial
+from hfpatch.compat.modules import buffers, unsaved
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import Survey, inside, starred, stock_class, without_copy
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import inside, starred, stock_class, without_copy
+from hfpatch.model.wrapping import plain
 
 HALF = (torch.float16, torch.bfloat16)
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "token_adapter")
-"""Names in a path that a wrapper put there."""
 
 State = Literal["as made", "rounded", "changed", "persistent"]
 
@@ -49,7 +50,9 @@ class Buffer:
     @property
     def value(self) -> torch.Tensor:
         """What it holds now."""
-        return self.module.__dict__["_buffers"][self.name]
+        value = buffers(self.module)[self.name]
+        assert value is not None  # noqa: S101 - one that is None is not listed
+        return value
 
     @property
     def place(self) -> str:
@@ -65,8 +68,8 @@ def floating_buffers(survey: Survey) -> tuple[Buffer, ...]:
     made = _as_loaded(survey, dict.fromkeys(survey.paths.values(), torch.float32))
     found: list[Buffer] = []
     for path, module in survey.modules.items():
-        absent = module.__dict__["_non_persistent_buffers_set"]
-        for name, value in module.__dict__["_buffers"].items():
+        absent = unsaved(module)
+        for name, value in buffers(module).items():
             if value is None or not value.is_floating_point() or value.is_meta:
                 continue
             if name not in absent:
@@ -128,7 +131,7 @@ def _as_loaded(survey: Survey, dtypes: dict[str, torch.dtype]) -> dict[tuple[str
         modules = dict(built.named_modules())
         start = len(submodel.path) + 1 if submodel.path else 0
         for path, module in wanted.items():
-            relative = _unwrapped(path[start:])
+            relative = plain(without_copy(path[start:]), "base_layer", "token_adapter")
             twin = modules.get(relative)
             if twin is not None and type(twin) is type(module):
                 out.update({(path, name): value for name, value in _filled(modules, relative)})
@@ -137,13 +140,8 @@ def _as_loaded(survey: Survey, dtypes: dict[str, torch.dtype]) -> dict[tuple[str
 
 def _not_held(module: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers of a module's own that are not in its state dict."""
-    own = module.__dict__
-    names = own["_non_persistent_buffers_set"]
-    return {n: b for n, b in own["_buffers"].items() if n in names and b is not None}
-
-
-def _unwrapped(path: str) -> str:
-    return ".".join(name for name in without_copy(path).split(".") if name not in WRAPPERS)
+    names = unsaved(module)
+    return {n: b for n, b in buffers(module).items() if n in names and b is not None}
 
 
 def _filled(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,13 +152,13 @@ def _filled(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, 
     fresh = {n: b for n, b in _not_held(module).items() if b.is_floating_point()}
     for name, buffer in fresh.items():
         value = buffer if not buffer.is_meta else torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
-        module.__dict__["_buffers"][name] = value
+        buffers(module)[name] = value
     for place in _upwards(path, owner):  # some are filled by what holds their module
         try:
             initial.fill(model, modules[place])
         except (*REJECTIONS, NotImplementedError):
             return
-        values = {n: module.__dict__["_buffers"][n] for n in fresh}
+        values = {n: b for n in fresh if (b := buffers(module)[n]) is not None}
         if not any(v.is_meta or bool(v.isnan().any()) for v in values.values()):
             yield from values.items()
             return

@@ -9,7 +9,7 @@ layer, and the rest stands around it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from hfpatch.model.code import is_self, tree_of
+from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import acts_as_norm
-from hfpatch.model.survey import TOOL_PACKAGES, Submodel, Survey, elements, inside, is_stock
+from hfpatch.model.walk import TOOL_PACKAGES, Submodel, Walk, elements, inside, is_stock
+from hfpatch.model.wrapping import ON_LAYERS, unwrap, unwrapped
 
 Place = tuple[str, nn.Module]
 
@@ -48,17 +50,30 @@ class Stack:
                     yield place, module
 
 
-def stacks(survey: Survey, submodel: Submodel) -> tuple[Stack, ...]:
+def stacks(walk: Walk, submodel: Submodel) -> tuple[Stack, ...]:
     """The stacks of a submodel's own, a decoder's last; none where it has none of this shape."""
-    return tuple(_stack(survey, *found) for found in _layer_lists(survey, submodel))
+    return tuple(_stack(walk, *found) for found in _layer_lists(walk, submodel))
 
 
-def _stack(survey: Survey, list_path: str, items: list[Place]) -> Stack:
+def stock_path(path: str, homes: Mapping[str, str]) -> str:
+    """A path as it is without the users' modules around layers.
+
+    Args:
+        path: A path from the root.
+        homes: Paths of the layers that users' modules hold, each with its path in the stock model.
+    """
+    outer = path if homes else ""
+    while outer and outer not in homes:
+        outer = outer.rpartition(".")[0]
+    return f"{homes[outer]}{path[len(outer) :]}" if outer else path
+
+
+def _stack(walk: Walk, list_path: str, items: list[Place]) -> Stack:
     layers = [block for item in items for block in _blocks(*item)]
     norms: list[Place] = []
     after: list[Place] = []
     branches: list[Place] = []
-    for path, layer in (peeled(*place) for place in layers):
+    for path, layer in (unwrapped(*place, ON_LAYERS) for place in layers):
         out = out_norms(type(layer))
         for name, child in layer.named_children():
             place = (f"{path}.{name}", child)
@@ -71,11 +86,11 @@ def _stack(survey: Survey, list_path: str, items: list[Place]) -> Stack:
     parent = list_path.rpartition(".")[0]
     beside = [
         (f"{parent}.{name}" if parent else name, child)
-        for name, child in survey.modules[parent].named_children()
+        for name, child in walk.modules[parent].named_children()
         if acts_as_norm(child)
     ]
     final = beside[-1] if beside else None
-    found = ((peeled(*item), looked_through(*item) or item) for item in items)
+    found = ((unwrapped(*item, ON_LAYERS), looked_through(*item) or item) for item in items)
     wrappers = tuple((item, layer) for item, layer in found if layer[1] is not item[1] and inside(layer[0], item[0]))
     return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final, wrappers)
 
@@ -138,7 +153,7 @@ DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
 """Config keys of a depth, where encoder and decoder have one each."""
 
 
-def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Place]]]:
+def _layer_lists(walk: Walk, submodel: Submodel) -> list[tuple[str, list[Place]]]:
     """The lists of blocks as long as the config says that are nearest the submodel's root and in no other submodel.
 
     One list, but where the config has a depth for an encoder and a decoder.
@@ -146,7 +161,7 @@ def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Pla
     config = submodel.model.config
     depths = [d for k in ("num_hidden_layers", *DEPTHS) if isinstance(d := getattr(config, k, None), int)]
     found: list[tuple[str, list[Place]]] = []
-    for path, module in survey.own(submodel):
+    for path, module in walk.own(submodel):
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         if any(name.isdigit() for name in path[len(submodel.path) :].split(".")):  # a list inside a block
@@ -161,9 +176,9 @@ def _layer_lists(survey: Survey, submodel: Submodel) -> list[tuple[str, list[Pla
     return found if len(depths) > 1 else found[:1]
 
 
-def unread(survey: Survey, submodel: Submodel) -> str:
+def unread(walk: Walk, submodel: Submodel) -> str:
     """Why the list of a submodel's layers cannot be read: the item that hides one; empty where no list has any."""
-    for path, module in survey.own(submodel):
+    for path, module in walk.own(submodel):
         if not isinstance(module, nn.ModuleList) or any(n.isdigit() for n in path[len(submodel.path) :].split(".")):
             continue
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
@@ -178,7 +193,7 @@ def unread(survey: Survey, submodel: Submodel) -> str:
 
 def looked_through(path: str, item: nn.Module) -> Place | None:
     """The layer that an item of a list is, or that a user's module around it holds; None where that holds several."""
-    _, module = peeled(path, item)
+    _, module = unwrapped(path, item, ON_LAYERS)
     own = own_class(module)
     if f"{own.__module__}.".startswith(TOOL_PACKAGES) or is_stock(own):
         return path, item
@@ -192,10 +207,11 @@ def looked_through(path: str, item: nn.Module) -> Place | None:
 
 def _layers_inside(path: str, module: nn.Module) -> Iterator[Place]:
     """The outermost layers of transformers' own code in a module; an attention with norms of its own is no layer."""
-    path, module = peeled(path, module)
+    path, module = unwrapped(path, module, ON_LAYERS)
     for name, child in module.named_children():
         place = (f"{path}.{name}", child)
-        if _forward_is_stock(peeled(*place)[1]) and _parts(*place) and not _is_attention(peeled(*place)[1]):
+        inner = unwrap(child, ON_LAYERS)
+        if _forward_is_stock(inner) and _parts(*place) and not _is_attention(inner):
             yield place
         else:
             yield from _layers_inside(*place)
@@ -224,36 +240,26 @@ def _blocks(path: str, item: nn.Module) -> list[Place]:
 def _parts(path: str, item: nn.Module) -> list[Place]:
     if is_block(item):
         return [(path, item)]
-    path, item = peeled(path, item)
+    path, item = unwrapped(path, item, ON_LAYERS)
     parts = [(f"{path}.{name}", part) for name, part in item.named_children()]
     if len(parts) == 1 and isinstance(parts[0][1], nn.ModuleList):
         parts = [(f"{parts[0][0]}.{name}", part) for name, part in parts[0][1].named_children()]
     return parts if all(is_block(part) for _, part in parts) else []
 
 
-def peeled(path: str, module: nn.Module) -> Place:
-    """A module without the wrappers that torch.compile and torch's activation checkpointing put around it."""
-    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
-        if isinstance(inner := module.__dict__["_modules"].get(name), nn.Module):
-            return peeled(f"{path}.{name}", inner)
-    return path, module
-
-
 def is_block(module: nn.Module) -> bool:
     """Whether a module has a norm and a branch among its children, as the layers of a stack do."""
-    children = list(peeled("", module)[1].children())
+    children = list(unwrap(module, ON_LAYERS).children())
     return any(acts_as_norm(c) for c in children) and any(
         not acts_as_norm(c) and any(True for _ in c.parameters()) for c in children
     )
 
 
-def stream_dtype(survey: Survey, submodel: Submodel, found: Stack) -> torch.dtype | None:
+def stream_dtype(walk: Walk, submodel: Submodel, found: Stack) -> torch.dtype | None:
     """Dtype of the residual stream: what embeddings and branch outputs promote to. None if it has no weights.
 
     Mixed weights escape an overflow by this promotion: bf16 embeddings and fp16 branches give an fp32 stream.
     """
-    from hfpatch.model.embed import find_embedding
-
     dtypes: list[torch.dtype] = []
     embedding = find_embedding(submodel.model)
     weight = getattr(embedding, "weight", None)

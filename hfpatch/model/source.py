@@ -20,6 +20,7 @@ from huggingface_hub import errors as hub
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat import initial, loading
 from hfpatch.errors import InputError, ModelNotFoundError
 from hfpatch.model.fault import field_at_fault
 from hfpatch.model.limits import check_sizes, suspects
@@ -107,7 +108,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
     def build(given: PreTrainedConfig) -> PreTrainedModel:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some draw on the CPU all the same
-            return cls._from_config(given, dtype=dtype)
+            return initial.built(cls, given, dtype)
 
     whole = copy.deepcopy(config)  # a class may have written to the other before it failed
     try:
@@ -140,11 +141,8 @@ def declared_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
     """Parameters in `dtype` that the class keeps in float32 when `from_pretrained` loads it, by name."""
-    patterns: set[str] = set()
-    if dtype in (torch.float16, torch.bfloat16):
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    loose, strict = loading.kept_wide(model)
+    patterns = loose | strict if dtype == torch.float16 else strict if dtype == torch.bfloat16 else set[str]()
     if not patterns:
         return {}
     wanted = re.compile("|".join(p.replace("*", ".*") for p in sorted(patterns)))  # matched as the loader does
@@ -177,14 +175,13 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if type(config).__module__.startswith("transformers_modules."):
         return _brought_along(config)
     for auto in (*_order(config), *(a for a in modeling_auto.__all__ if a.startswith("AutoModel"))):
-        mapping: Any = getattr(getattr(modeling_auto, auto, None), "_model_mapping", {})
+        mapping = loading.classes_of(auto)
         for kind in type(config).__mro__:
             if kind in mapping:
                 hit = mapping[kind]
                 return hit[0] if isinstance(hit, (list, tuple)) else hit
     for auto in _AUTO:  # some config classes go by two architectures' names, and are found under one alone
-        names: Any = getattr(getattr(modeling_auto, auto)._model_mapping, "_model_mapping", {})
-        cls = getattr(transformers, str(names.get(config.model_type)), None)
+        cls = getattr(transformers, str(loading.names_of(auto).get(config.model_type)), None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and _takes(cls, config):
             return cls
     raise InputError(

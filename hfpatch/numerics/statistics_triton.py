@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hfpatch.numerics.statistics import COLUMNS, DeviceRows, flattened
+from hfpatch.numerics.statistics_plain import COLUMNS, DeviceRows, flattened
 
 CHUNK = 1024
 LOT = 128

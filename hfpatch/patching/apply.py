@@ -11,7 +11,7 @@ from torch import nn
 
 from hfpatch.errors import RefusedError
 from hfpatch.given import FLAG, want
-from hfpatch.model.survey import root_module
+from hfpatch.model.walk import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.arguments import Names, names
 from hfpatch.patching.decision import Plan, sheet

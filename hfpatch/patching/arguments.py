@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.patching import registry
@@ -80,7 +81,7 @@ def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(given, (str, torch.dtype)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"compute dtype: want float16, bfloat16, float32 or float64, got {shown(given)}")
     short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    name = str(given).removeprefix("torch.")
+    name = dtype_name(given)
     dtype = getattr(torch, short.get(name, name), None)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise InputError(f"compute dtype {given!r}: want float16, bfloat16, float32 or float64")

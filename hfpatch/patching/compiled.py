@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from hfpatch.compat import dynamo
 from hfpatch.model.survey import Survey
 
 
@@ -27,7 +27,7 @@ def compiled_already(survey: Survey) -> str | None:
 
 def compiled_elsewhere(survey: Survey) -> str | None:
     """Return a warning where torch.compile holds code for a class of this model, which itself is not compiled."""
-    if survey.compiled or "torch._dynamo" not in sys.modules:
+    if survey.compiled or not dynamo.is_loaded():
         return None
     cls = _code_made({type(m) for m in survey.modules.values()}, certain=True)
     if cls is None:
@@ -40,16 +40,12 @@ def compiled_elsewhere(survey: Survey) -> str | None:
 
 def _code_made(classes: set[type], *, certain: bool = False) -> type | None:
     """Return a class for whose forward dynamo holds code; where it cannot be asked, the first, or None if `certain`."""
-    from torch._dynamo import eval_frame
-
-    entries: Any = getattr(eval_frame, "_debug_get_cache_entry_list", None)
-    if entries is None and certain:
-        return None
     for cls in classes:
         function: Any = getattr(cls, "forward", None)
         while function is not None:
             code = getattr(function, "__code__", None)
-            if code is not None and (entries is None or entries(code)):
+            holds = code is not None and dynamo.holds_code(code)
+            if holds or (holds is None and not certain):
                 return cls
             function = getattr(function, "__wrapped__", None)
     return None

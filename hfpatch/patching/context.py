@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.dtypes import dtype_name
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from hfpatch.model.attention import Attention
     from hfpatch.model.roles import Stack
-    from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.model.survey import Survey
+    from hfpatch.model.walk import Submodel
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Context:
         from hfpatch.model.roles import weights_dtype
 
         dtype = self.compute_dtype or (weights_dtype(self.submodel.model) if self.submodel else None)
-        return str(dtype).removeprefix("torch.")
+        return dtype_name(dtype)
 
     @property
     def attentions(self) -> list[Attention]:

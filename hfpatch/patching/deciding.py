@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hfpatch.model.survey import Submodel, Survey
+    from hfpatch.model.survey import Survey
+    from hfpatch.model.walk import Submodel
 
 OnBodies = Callable[[Entry, Context], Needed | Refused | None]
 """Judges the upstream bodies that a patch leans on; None where there is nothing to say."""

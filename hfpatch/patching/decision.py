@@ -158,7 +158,7 @@ def sheet(title: str, plan: Plan, lapsed: Sequence[str] = ()) -> Sheet:
 
 def _example(paths: Sequence[str]) -> str:
     """Where, in short: paths that differ in list indices only are one, with a star."""
-    from hfpatch.model.survey import starred
+    from hfpatch.model.walk import starred
 
     kinds: dict[str, list[str]] = {}
     for path in paths:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.compat import accelerate
 from hfpatch.model.code import tree_of
-from hfpatch.model.roles import peeled
+from hfpatch.model.wrapping import ON_LAYERS, unwrap
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
 from hfpatch.patching.language import Needed, Refused, Upstream
@@ -60,7 +61,7 @@ def drift(upstream: Iterable[Upstream], context: Context) -> Drift:
         bodies: set[tuple[type, str]] = set()
         for target in item.where.targets(context):
             for module in _inner(target.module):
-                if item.method in module.__dict__ and "_hf_hook" not in module.__dict__:
+                if item.method in module.__dict__ and accelerate.HOOK not in module.__dict__:
                     foreign[f"{target.path}.{item.method}, set on this module"] = None
                 owner = next(c for c in type(module).__mro__ if item.method in c.__dict__)
                 bodies.add((owner, item.method))
@@ -102,7 +103,7 @@ def _repro_fails(patch_id: str, architecture: str, _bodies: tuple[tuple[str, str
 
 def _inner(module: nn.Module) -> list[nn.Module]:
     """What a wrapper (PEFT's around a norm, torch.compile's) holds; else the module itself."""
-    _, module = peeled("", module)
+    module = unwrap(module, ON_LAYERS)
     if not type(module).__module__.startswith("peft."):
         return [module]
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]

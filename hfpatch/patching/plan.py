@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import ConflictError
-from hfpatch.model.survey import inside
+from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.deciding import ask, decide
@@ -107,9 +108,7 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
         return ()
     notes = ["weights are not loaded: whether added modules are trained is unknown"]
     if compute_dtype is None:
-        notes.append(
-            f"planned for {str(first.dtype).removeprefix('torch.')}; compute_dtype= (--compute-dtype) plans for another"
-        )
+        notes.append(f"planned for {dtype_name(first.dtype)}; compute_dtype= (--compute-dtype) plans for another")
     return tuple(notes)
 
 

@@ -170,10 +170,9 @@ def root() -> Selection:
     """The object the caller passed; what torch.compile holds, where that is a wrapper of torch.compile."""
 
     def find(context: Context) -> Iterable[Target]:
-        path, module = "", context.survey.root
-        while (inner := module.__dict__["_modules"].get("_orig_mod")) is not None:
-            path, module = f"{path}._orig_mod".lstrip("."), inner
-        return (Target(path, module),)
+        from hfpatch.model.wrapping import unwrapped
+
+        return (Target(*unwrapped("", context.survey.root, ("torch.compile",))),)
 
     return Selection("the model itself", find)
 

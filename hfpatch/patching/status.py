@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.given import FLAG, want
-from hfpatch.model.survey import root_module, without_copy
+from hfpatch.model.walk import root_module, without_copy
 from hfpatch.patching.kinds.states import State, Word, show
 from hfpatch.patching.record import Record, logged, state_of
 from hfpatch.report import Sheet

@@ -10,7 +10,8 @@ from torch import nn
 
 from hfpatch.errors import RevertError
 from hfpatch.model.source import REJECTIONS
-from hfpatch.model.survey import Survey, root_module
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import root_module
 from hfpatch.patching.arguments import Names, ids, names
 from hfpatch.patching.compiled import compiled_already
 from hfpatch.patching.kinds.states import UNFINISHED, show

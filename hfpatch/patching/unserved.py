@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from hfpatch.inspecting.layers import LISTS, LayerList, layer_lists
-from hfpatch.model.roles import peeled, stream_dtype, weights_dtype
-from hfpatch.model.survey import Submodel, Survey, inside, starred
+from hfpatch.model.roles import stream_dtype, weights_dtype
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside, starred
+from hfpatch.model.wrapping import ON_LAYERS, unwrap
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
 from hfpatch.patching.drift import drift
@@ -116,4 +118,4 @@ def _dtype(
     for stack in stacks:
         if submodel is not None and stack.path == path:
             return stream_dtype(survey, submodel, stack)
-    return weights_dtype(peeled(*items[0])[1])
+    return weights_dtype(unwrap(items[0][1], ON_LAYERS))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfpatch.report import scale
+from hfpatch.report.grid import Grid
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-    from hfpatch.report.heatmap import Heatmap
 
 HERE = Path(__file__).parent
 CHARACTER = 7
@@ -24,7 +24,7 @@ BADGE = 58
 """Pixels that the words before the first bad row's label need."""
 
 
-def render(shown: Heatmap) -> str:
+def render(shown: Grid) -> str:
     """The page; its policy allows its own style and script, by hash, and nothing else."""
     style = _asset("page.css") + _generated(shown)
     script = _asset("page.js")
@@ -48,7 +48,7 @@ def render(shown: Heatmap) -> str:
     )
 
 
-def _generated(shown: Heatmap) -> str:
+def _generated(shown: Grid) -> str:
     """What depends on the map or on `scale`: sizes and colours. A policy by hash allows no style on an element."""
     columns, rows = max(1, len(shown.columns)), max(1, len(shown.rows))
     label = CHARACTER * min(48, max((len(name) for name in shown.rows), default=0)) + 16 + BADGE * bool(shown.first_bad)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
 from hfpatch.report import scale
+from hfpatch.report.grid import Grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hfpatch.report.heatmap import Heatmap
 
 DPI = 160
 INK, SOFT, PALE, MARK = "#1b1c1f", "#5d6069", "#c9ccd3", "#0757d6"
@@ -27,7 +27,7 @@ FLAG = 1.0
 """Room on the right for the words beside the first bad row."""
 
 
-def draw(shown: Heatmap) -> bytes:
+def draw(shown: Grid) -> bytes:
     """The picture, as bytes of a PNG.
 
     Raises:
@@ -128,7 +128,7 @@ class _Pen:
             self.axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=colour, linewidth=line, zorder=4))
 
 
-def _cells(pen: _Pen, shown: Heatmap, left: float, top: float, wide: float, high: float) -> None:
+def _cells(pen: _Pen, shown: Grid, left: float, top: float, wide: float, high: float) -> None:
     def place(row: int, column: int) -> tuple[float, float]:
         return left + column * wide, top + row * high
 
@@ -158,7 +158,7 @@ def _cells(pen: _Pen, shown: Heatmap, left: float, top: float, wide: float, high
 
 
 def _labels(
-    pen: _Pen, shown: Heatmap, left: float, top: float, wide: float, high: float, slanted: bool
+    pen: _Pen, shown: Grid, left: float, top: float, wide: float, high: float, slanted: bool
 ) -> None:  # fmt: skip
     hit = shown.first_bad or (-1, -1)
     for row in _thinned(len(shown.rows), high, hit[0]):

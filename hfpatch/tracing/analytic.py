@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hfpatch.model.survey import is_stock
+from hfpatch.compat.modules import unsaved
+from hfpatch.model.walk import is_stock
 from hfpatch.tracing.tensors import measurable
 
 CHANGING = {"dynamic", "longrope"}
@@ -23,7 +24,7 @@ def expected(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, torch.T
     """Module path, buffer name, buffer, and the value it was built with (on the CPU, in its dtype)."""
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
-        absent = [n for n in module.__dict__["_non_persistent_buffers_set"] if n in buffers and measurable(buffers[n])]
+        absent = [n for n in unsaved(module) if n in buffers and measurable(buffers[n])]
         if not absent or not is_stock(type(module)):
             continue
         for name, value in _as_built(module, absent).items():

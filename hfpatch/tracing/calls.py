@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.autograd import version
 from hfpatch.tracing.tensors import is_cache
 
 
@@ -89,11 +90,6 @@ class Call:
                 for buffer, value in buffers:
                     if not torch.equal(buffer, value):  # batch norm writes without raising the version
                         buffer.copy_(value)
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; 0 for tensors of inference mode, which do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:

@@ -8,22 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfpatch.inspecting.facts import dtype_name
+from hfpatch.compat import operators
+from hfpatch.dtypes import dtype_name
 from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.roles import is_block
 from hfpatch.tracing.operations import SOFTMAX, Operand, Origin
 
 ADDITIONS = {"add", "sub", "rsub"}
-MATMULS = {"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "matmul", "linear", "_grouped_mm", "_scaled_mm"}
+MATMULS = operators.MATMULS | {"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "matmul", "linear"}
 POWERS = {"pow", "square"}
 DIVISIONS = {"div", "true_divide", "rsqrt", "reciprocal"}
-CASTS = {"_to_copy", "to", "copy"}
+CASTS = {operators.COPY, "to", "copy"}
 ROOTS_AND_LOGS = {"log", "log2", "log10", "log1p", "sqrt", "asin", "acos", "lgamma"}
-NORMS = {
+NORMS = operators.RMS_NORMS | {
     "native_layer_norm",
     "native_layer_norm_backward",
-    "_fused_rms_norm",
-    "_fused_rms_norm_backward",
     "native_group_norm",
     "native_group_norm_backward",
     "native_batch_norm",
@@ -58,7 +57,7 @@ def cause(origin: Origin, modules: Mapping[str, nn.Module]) -> Cause:
 def name(origin: Origin, module: nn.Module | None) -> str:
     """The operation in the field's words."""
     op = origin.name
-    if op.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")):
+    if op.startswith(operators.ATTENTION):
         words = "scaled_dot_product_attention"
     elif op in ADDITIONS:
         words = "residual add" if _in_stream(module) and not origin.node else "add" if op == "add" else "subtraction"
@@ -68,6 +67,8 @@ def name(origin: Origin, module: nn.Module | None) -> str:
             words = "matmul of attention weights and values" if origin.after_softmax else "matmul of queries and keys"
     elif op in SOFTMAX:
         words = "softmax"
+    elif op in operators.RMS_NORMS:
+        words = "RMS norm"
     elif op in CASTS:
         words = f"cast to {dtype_name(origin.result)}"
     else:
@@ -78,8 +79,6 @@ def name(origin: Origin, module: nn.Module | None) -> str:
             "rsqrt": "reciprocal square root",
             "native_layer_norm": "layer norm",
             "native_layer_norm_backward": "layer norm",
-            "_fused_rms_norm": "RMS norm",
-            "_fused_rms_norm_backward": "RMS norm",
             "nll_loss_forward": "cross entropy",
             "convolution": "convolution",
         }.get(op, op)
@@ -106,7 +105,7 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
     if op in ROOTS_AND_LOGS and origin.operands:
         least = min(o.least for o in origin.operands)
         return "out-of-domain", f"{op} of {_at(origin, 0, least)}"
-    if origin.name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")):
+    if origin.name.startswith(operators.ATTENTION):
         if origin.node or origin.name.endswith("_backward"):
             return "attention-backward-nan", "the fused kernel gives NaN gradients from finite operands"
         return "masked-row", "the fused kernel gives NaN: a row in which every key is masked, or a product too large"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.inspecting.facts import dtype_name
+from hfpatch.dtypes import dtype_name
 from hfpatch.tracing import drill as replay
 from hfpatch.tracing.calls import Call
 from hfpatch.tracing.cause import cause

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.report.sheet import Sheet
@@ -101,7 +102,7 @@ class Headroom:
 
 def headroom(steps: Iterable[Step], dtype: str | torch.dtype, loss_scale: float = 1.0) -> Headroom:
     """See `Trace.headroom`."""
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else shown(dtype)  # pyright: ignore[reportUnnecessaryIsInstance]
+    name = dtype_name(dtype) if isinstance(dtype, (str, torch.dtype)) else shown(dtype)  # pyright: ignore[reportUnnecessaryIsInstance]
     if name not in FORMATS:
         raise InputError(f"headroom in {name!r}: want one of {', '.join(FORMATS)}")
     info = torch.finfo(getattr(torch, name))

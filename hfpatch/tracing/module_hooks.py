@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from hfpatch.compat import hooks
+from hfpatch.compat.autograd import in_transform
 from hfpatch.tracing.watched import Places
 
 if TYPE_CHECKING:
@@ -40,11 +40,6 @@ def nothing(*_: Any) -> None:
     """Do nothing."""
 
 
-def transformed() -> bool:
-    """Whether this runs inside a transformation of `torch.func`, where a tensor stands for many and holds no values."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
-
-
 class _Before(_Uncopied):
     """Tells that a module is called."""
 
@@ -54,7 +49,7 @@ class _Before(_Uncopied):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Be a hook."""
         watch = self.hooks.watch
-        if watch is not None and not transformed():
+        if watch is not None and not in_transform():
             watch.called(self.path, module, args, kwargs, self.keeps)
 
 
@@ -67,7 +62,7 @@ class _After(_Uncopied):
     def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         """Be a hook."""
         watch = self.hooks.watch
-        if watch is not None and not transformed():
+        if watch is not None and not in_transform():
             watch.returned(self.path, output, self.keeps)
 
 

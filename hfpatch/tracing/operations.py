@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfpatch.tracing.calls import version
+from hfpatch.compat import operators
+from hfpatch.compat.autograd import version
 from hfpatch.tracing.tensors import floating, local
 
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-SOFTMAX = {"_softmax", "softmax", "_log_softmax", "log_softmax", "_safe_softmax"}
+SOFTMAX = operators.SOFTMAX | {"softmax", "log_softmax"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Known:
     marks: frozenset[int]
 
 
-class Operations(TorchDispatchMode):
+class Operations(operators.DispatchMode):
     """Watches while it is entered; `where` tells the module whose code runs, and the backward function."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         operands = [t for _, t in floating((args, kwargs))]
         before = [self._look(t) for t in operands]
-        if func._schema.is_mutable:  # what it was given is gone afterwards
+        if operators.overwrites(func):  # what it was given is gone afterwards
             operands = [t.detach().clone() for t in operands]
         out = func(*args, **kwargs)
         base = name.removesuffix("_") if not name.startswith("__") else name

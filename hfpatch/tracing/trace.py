@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat import hooks
+from hfpatch.compat.autograd import in_transform
 from hfpatch.errors import InputError
 from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
 from hfpatch.model.survey import Survey
@@ -27,7 +28,7 @@ from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.headroom import Headroom, headroom
-from hfpatch.tracing.module_hooks import Hook, Hooks, transformed
+from hfpatch.tracing.module_hooks import Hook, Hooks
 from hfpatch.tracing.watch import Watch
 from hfpatch.tracing.watched import places
 
@@ -141,7 +142,7 @@ class Trace:
     # the hooks of the model itself
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy or transformed():  # a call that is run again
+        if self._busy or in_transform():  # a call that is run again
             return
         self._conclude()
         number, self._count = self._count, self._count + 1
@@ -166,7 +167,7 @@ class Trace:
             self._unhook()
 
     def _returned(self, _model: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
-        if self._watch is not None and not self._busy and not transformed():
+        if self._watch is not None and not self._busy and not in_transform():
             self._watch.finish(output)
 
     def _conclude(self) -> None:

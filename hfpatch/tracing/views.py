@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from hfpatch.inspecting.facts import dtype_name
-from hfpatch.report.heatmap import Cell, Heatmap
+from hfpatch.dtypes import dtype_name
+from hfpatch.report.grid import Cell
+from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet
 from hfpatch.tracing.events import Event, Phase, Step
 from hfpatch.tracing.finding import Finding

@@ -15,14 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from hfpatch.compat.autograd import after_backward, version
+from hfpatch.compat.modules import BUFFERS, PARAMETERS
 from hfpatch.numerics.statistics import Rows, rows
-from hfpatch.tracing.calls import Call, snapshot, version
+from hfpatch.tracing.calls import Call, snapshot
 from hfpatch.tracing.events import Event, Phase, Step
 from hfpatch.tracing.tensors import cached, floating, local, measurable
 from hfpatch.tracing.watched import Places
 
 Role = Literal["input", "output", "parameter", "buffer"]
-SLOTS: tuple[tuple[Role, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
+SLOTS: tuple[tuple[Role, str], ...] = (("parameter", PARAMETERS), ("buffer", BUFFERS))
 
 
 class Watch:
@@ -219,7 +221,7 @@ class Watch:
         were then, an optimizer may change them before the model is called again.
         """
         self._gradients = True
-        _after_backward(lambda: _after_backward(self._end_backward))  # behind DDP's, which reduces gradients
+        after_backward(lambda: after_backward(self._end_backward))  # behind DDP's, which reduces gradients
 
     def _end_backward(self) -> None:
         self._gradients = False
@@ -227,14 +229,9 @@ class Watch:
             return
         seen: set[int] = set()  # a tied one once
         for path, module in self.places.owners:
-            for name, parameter in module.__dict__["_parameters"].items():
+            for name, parameter in module.__dict__[PARAMETERS].items():
                 gradient = None if parameter is None or id(parameter) in seen else parameter.grad
                 seen.add(id(parameter))
                 if gradient is not None and measurable(gradient):
                     self._event("gradients", path, "parameter", name, 0, gradient)
         self.ended()
-
-
-def _after_backward(function: Callable[[], None]) -> None:
-    """Have autograd call a function when the backward pass that runs now is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hfpatch.compat.modules import buffers, parameters
 from hfpatch.model.roles import is_block
 
 _BARE = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -47,7 +48,7 @@ class Places:
 
 def places(model: nn.Module) -> Places:
     """The places of a model, from its structure."""
-    owners = tuple((p, m) for p, m in model.named_modules() if m.__dict__["_parameters"] or m.__dict__["_buffers"])
+    owners = tuple((p, m) for p, m in model.named_modules() if parameters(m) or buffers(m))
     found = Places({}, {}, {}, owners)
     seen: set[nn.Module] = set()
 

@@ -103,7 +103,7 @@ def _no_eps(context: Context) -> str:
 def effect(context: Context, target: Target) -> Effect:
     """Prepares where nothing was learned with the old eps. Copies that PEFT keeps of one norm are judged together."""
     from hfpatch.model.norms import as_made, untrained
-    from hfpatch.model.survey import without_copy
+    from hfpatch.model.walk import without_copy
 
     copies = [t.module for t in NORMS.targets(context) if without_copy(t.path) == without_copy(target.path)]
     proved = any(untrained(m) for m in copies) and all(as_made(m) for m in copies)

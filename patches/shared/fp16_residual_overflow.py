@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.patching import edits, select
 from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Refused, Upstream, Verdict
 
@@ -124,8 +125,8 @@ def condition(context: Context) -> Verdict:
     if not context.stacks or any(s.final_norm is None for s in context.stacks) or context.stream_dtype is None:
         hidden = context.submodel and not context.stacks and unread(context.survey, context.submodel)
         return Refused(hidden or "no list of decoder layers with a final norm and weights was found")
-    now, planned = str(context.stream_dtype).removeprefix("torch."), context.compute_dtype
-    dtype = now if planned is None else str(planned).removeprefix("torch.")
+    now, planned = dtype_name(context.stream_dtype), context.compute_dtype
+    dtype = now if planned is None else dtype_name(planned)
     if dtype == "float32" and select.branch_maps(KEPT_IN_FLOAT32).count(context):
         return Needed(f"float16 autocast would round what {KEPT_IN_FLOAT32} puts out; without it nothing changes")
     if dtype != "float16":

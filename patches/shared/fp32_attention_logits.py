@@ -93,8 +93,10 @@ def hybrid(context: Context) -> bool:
 
 def implementation(context: Context, _target: Target) -> str:
     """Without masks that need not be made, where every module is causal and its model takes sdpa's masks."""
+    from hfpatch.compat.implementation import taken
+
     causal = all(getattr(a.module, "is_causal", False) for a in context.attentions)
-    takes = context.submodel is not None and getattr(type(context.submodel.model), "_supports_sdpa", False)
+    takes = context.submodel is not None and "sdpa" in taken(type(context.submodel.model))
     return NAMES[0] if causal and takes else NAMES[1]
 
 

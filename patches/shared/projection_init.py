@@ -120,7 +120,7 @@ def _named(context: Context) -> tuple[str, ...]:
 
 def _modulated(context: Context) -> tuple[str, ...]:
     """Paths of modules that multiply by 1 + tanh: their layers write factors, no embeddings."""
-    from hfpatch.model.survey import inside
+    from hfpatch.model.walk import inside
     from hfpatch.patching.tanh.probe import modulations
 
     home = context.submodel.path if context.submodel else ""

@@ -89,7 +89,7 @@ def condition(context: Context) -> Verdict:
 
 def stands_in_the_way(context: Context, found: Found) -> str:
     """Why 1 + tanh cannot be replaced in a module, whatever it is for; empty where it can."""
-    from hfpatch.model.survey import inside
+    from hfpatch.model.walk import inside
 
     compiled = any(inside(found.path, other) or inside(other, found.path) for other in context.survey.compiled)
     if found.sums and found.functional and compiled:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from hfpatch.model.norms import is_norm
-from hfpatch.model.survey import Submodel, Survey, inside
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside
 
 PARTS = ("proj", "connector", "adapter", "adaptor", "merger", "bridge", "align", "resampler", "perceiver", "qformer")
 SOURCES = ("speech", "audio", "vision", "visual", "image", "video", "multimodal", "modality")

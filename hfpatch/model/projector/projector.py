@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from hfpatch.compat.modules import parameters
 from hfpatch.errors import RefusedError
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.named import paths as paths_named
 from hfpatch.model.projector import evidence
 from hfpatch.model.projector.noise import Run, rms, run_on_noise
 from hfpatch.model.projector.untouched import default_init, untouched
-from hfpatch.model.survey import Submodel, Survey, inside, without_copy
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside, without_copy
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -174,7 +176,7 @@ def _not_the_end(at: str, path: str) -> str:
 
 def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
     for path, layer in (place for projector in chosen for place in projector.copies):
-        weight = layer.__dict__["_parameters"].get("weight")
+        weight = parameters(layer).get("weight")
         if weight is None:
             raise RefusedError(
                 f"the weight of {path} is computed from others, not held: re-draw it before that is set up"
@@ -188,7 +190,7 @@ def _check_writable(survey: Survey, chosen: Iterable[Projector]) -> None:
         if not weight.is_floating_point():
             raise RefusedError(f"the weight of {path} is quantised ({weight.dtype}): re-draw it before that")
         for other, module in survey.modules.items():
-            if module is not layer and any(p is weight for p in module.__dict__["_parameters"].values()):
+            if module is not layer and any(p is weight for p in parameters(module).values()):
                 raise RefusedError(f"the weight of {path} is also that of {other}: untie them first")
 
 

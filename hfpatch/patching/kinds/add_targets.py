@@ -1,5 +1,3 @@
-# peft offers no public way to add one layer without touching all the others
-# pyright: reportPrivateUsage=false
 """A change: LoRA adapters that a model carries gain layers on linear maps they miss.
 
 PEFT's own injection re-activates every layer of an adapter, so it is called for the missing layers one by one:
@@ -18,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.compat import peft
+from hfpatch.compat.modules import children
 from hfpatch.lora.expand import wrapped
 from hfpatch.lora.places import frame_of
 from hfpatch.model.survey import Survey
@@ -74,10 +74,10 @@ class AddTargets(Change):
         for path in dict.fromkeys(path for part in self.parts for path in part.modules):
             parent_path, _, name = path.rpartition(".")
             parent = frame.get_submodule(parent_path)
-            there: Any = parent._modules[name]
+            there: Any = children(parent)[name]
             gains = tuple(part.adapter for part in self.parts if path in wanted[part.adapter])
             flags = tuple(p.requires_grad for p in there.parameters())
-            active = there.__dict__.get("_active_adapter", ABSENT)
+            active = there.__dict__.get(peft.ACTIVE, ABSENT)
             bias = getattr(there, "bias", None)
             frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
             opens = active is ABSENT and frozen and not opening.isdisjoint(gains)
@@ -93,8 +93,14 @@ class AddTargets(Change):
                 for part, model in models:
                     for path in part.modules:
                         place = before.places[path]
-                        tuner._create_and_replace(
-                            model.config, part.adapter, place.layer, place.name, place.parent, current_key=path
+                        peft.add_layer(
+                            tuner,
+                            model.config,
+                            part.adapter,
+                            place.layer,
+                            parent=place.parent,
+                            name=place.name,
+                            path=path,
                         )
         finally:
             for place in before.places.values():
@@ -117,7 +123,7 @@ class AddTargets(Change):
                 if place.opens:
                     layer.get_base_layer().bias.requires_grad_(False)
                 if place.bare and not _carried(layer):
-                    place.parent._modules[place.name] = place.there
+                    children(place.parent)[place.name] = place.there
                 elif place.bare:
                     _hand_over(module, path, place)
             if place.bare and place.layer is place.there:
@@ -183,14 +189,14 @@ class AddTargets(Change):
             unmerges = not set(merged).isdisjoint(place.gains)
             if unmerges:
                 weights = [(p, p.detach().clone()) for p in layer.get_base_layer().parameters(recurse=False)]
-            held.append((layer, layer.__dict__["_active_adapter"], merged, weights))
+            held.append((layer, layer.__dict__[peft.ACTIVE], merged, weights))
             if unmerges:
                 _unmerge(layer, place.gains)
-            layer.__dict__["_active_adapter"] = [name for name in layer.active_adapters if name not in place.gains]
+            layer.__dict__[peft.ACTIVE] = [name for name in layer.active_adapters if name not in place.gains]
 
     def lower(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
         for layer, active, merged, weights in held:
-            layer.__dict__["_active_adapter"] = active
+            layer.__dict__[peft.ACTIVE] = active
             layer.merged_adapters[:] = merged
             for parameter, values in weights:
                 parameter.data.copy_(values)
@@ -237,7 +243,7 @@ class _Model:
         self.trains = any(p.requires_grad for p in parameters)
         self.opens = own.bias == "lora_only" and self.trains
         self.dtype = next((p.dtype for p in parameters if p.is_floating_point()), None)
-        self.disabled = any(layer._disable_adapters for layer in layers)
+        self.disabled = any(map(peft.is_off, layers))
         self.active = tuner.active_adapters
 
     def shape(self, place: Place, adapter: str) -> None:
@@ -248,8 +254,7 @@ class _Model:
             for part in layer.modules():
                 if id(part) not in inner:
                     part.training = place.there.training
-            layer._active_adapter = list(self.active)
-            layer._disable_adapters = self.disabled
+            peft.switch(layer, list(self.active), off=self.disabled)
             bias = getattr(place.there, "bias", None)
             if place.opens and isinstance(bias, nn.Parameter):
                 bias.requires_grad_(True)
@@ -268,7 +273,7 @@ def _keep(place: Place) -> None:
     for parameter, flag in zip(old, place.flags, strict=True):
         parameter.requires_grad_(flag)
     if not place.bare:
-        place.there.__dict__["_active_adapter"] = place.active
+        place.there.__dict__[peft.ACTIVE] = place.active
 
 
 def _as_before(place: Place) -> None:
@@ -276,7 +281,7 @@ def _as_before(place: Place) -> None:
     for parameter, flag in zip(place.there.parameters(), place.flags, strict=True):
         parameter.requires_grad_(flag)
     if not place.bare:
-        place.there.__dict__["_active_adapter"] = place.active
+        place.there.__dict__[peft.ACTIVE] = place.active
 
 
 def _carried(layer: Any) -> set[str]:

@@ -1,5 +1,3 @@
-# `_attn_implementation` is where transformers keeps the choice; it has no public reader
-# pyright: reportPrivateUsage=false
 """A change: a submodel's attention implementation is chosen, for this model only.
 
 The public setter writes the config, and configs are shared: with parents, and between models. So the
@@ -18,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from hfpatch.compat import implementation
 from hfpatch.numerics.attention_functions import (
     fp32_logits_attention,
     fp32_logits_attention_masked,
@@ -72,7 +71,7 @@ class ChooseAttention(Change):
         return self.implementation
 
     def now(self, module: nn.Module) -> Any:
-        return module.config._attn_implementation  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        return implementation.chosen(module.config)
 
     def inverse(self, root: nn.Module, module: nn.Module) -> Configs:
         # a model may hold several configs that are not one tree (T5's encoder and decoder have copies)
@@ -83,7 +82,7 @@ class ChooseAttention(Change):
             copy.deepcopy(each, memo)
         olds = {id(t): t for each in shared for t in _tree(each)}
         pairs = tuple((old, memo[key]) for key, old in olds.items())
-        return Configs(pairs, tuple(str(old._attn_implementation) for old, _ in pairs))
+        return Configs(pairs, tuple(str(implementation.chosen(old)) for old, _ in pairs))
 
     def write(self, root: nn.Module, module: nn.Module, before: Configs) -> None:
         _point(root, {id(old): new for old, new in before.pairs})
@@ -92,9 +91,9 @@ class ChooseAttention(Change):
         mine = _architecture(module)
         for (_, new), had in before.each():
             if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
-                new._attn_implementation_internal = had
+                implementation.note(new, had)
             elif had == was:  # a layer may hold a config of its own, which the setter does not reach
-                new._attn_implementation_internal = self.implementation
+                implementation.note(new, self.implementation)
         if self.now(module) != self.implementation:
             raise ValueError(
                 f"{type(module).__name__} does not take attention {self.implementation!r}: it is not computed through "
@@ -103,21 +102,21 @@ class ChooseAttention(Change):
 
     def read(self, root: nn.Module, module: nn.Module, before: Configs) -> State:
         mine = _architecture(module)
-        was = {implementation for (old, _), implementation in before.each() if old.model_type == mine}
+        was = {choice for (old, _), choice in before.each() if old.model_type == mine}
         now = self.now(module)
         if now != self.implementation:
             return State("gone" if now in was else "changed", str(now))
         copies = {id(new) for _, new in before.pairs}
         for path, part in module.named_modules():
             for held in _configs(part):
-                now = held._attn_implementation
+                now = implementation.chosen(held)
                 if held.model_type == mine and now != self.implementation and id(held) not in copies:
                     return State("gone" if now in was else "changed", f"{now} in {path}")
         return HERE
 
     def restore(self, root: nn.Module, module: nn.Module, before: Configs) -> None:
         for config, was in self._chosen(module, before):
-            config._attn_implementation_internal = was
+            implementation.note(config, was)
         _hand_over(root, before)
         if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
             _point(root, {id(new): old for old, new in before.pairs})
@@ -125,13 +124,13 @@ class ChooseAttention(Change):
     def lift(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
         """Put the implementations back where they are: which config a module holds stays as it is."""
         chosen = list(self._chosen(module, before))
-        held.extend((config, config._attn_implementation) for config, _ in chosen)
+        held.extend((config, implementation.chosen(config)) for config, _ in chosen)
         for config, was in chosen:
-            config._attn_implementation_internal = was
+            implementation.note(config, was)
 
     def lower(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
         for config, now in reversed(held):
-            config._attn_implementation_internal = now
+            implementation.note(config, now)
 
     def _chosen(self, module: nn.Module, before: Configs) -> Iterable[tuple[PreTrainedConfig, str]]:
         """The configs in which an implementation was chosen, each with the one it had.
@@ -143,7 +142,7 @@ class ChooseAttention(Change):
         known = {id(new) for new, _ in copies}
         yield from copies
         for held in _held(module) if copies else ():
-            if held.model_type == mine and held._attn_implementation == self.implementation and id(held) not in known:
+            if held.model_type == mine and implementation.chosen(held) == self.implementation and id(held) not in known:
                 known.add(id(held))
                 yield held, copies[0][1]
 
@@ -155,7 +154,7 @@ def _architecture(module: nn.Module) -> str:
 
 def _hand_over(root: nn.Module, gone: Configs) -> None:
     """Let later edits, which copied the copies of one that is undone, go back to what that one had copied."""
-    first = {id(new): (old, implementation) for (old, new), implementation in gone.each()}
+    first = {id(new): (old, choice) for (old, new), choice in gone.each()}
     for _, module, record in logged(root):
         before = record.before
         if not isinstance(before, Configs) or before is gone or not any(id(old) in first for old, _ in before.pairs):
@@ -195,7 +194,7 @@ def _same(old: PreTrainedConfig, new: PreTrainedConfig) -> bool:
     """True if they are equal but for attention and what a save writes; configs inside are compared on their own."""
 
     def values(config: PreTrainedConfig) -> dict[str, Any]:
-        skip = ("_attn_implementation_internal", "_attn_was_changed", *WRITTEN_BY_A_SAVE)
+        skip = (*implementation.KEYS, *WRITTEN_BY_A_SAVE)
         return {k: v for k, v in config.__dict__.items() if k not in skip and not isinstance(v, PreTrainedConfig)}
 
     return values(old) == values(new)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.dtypes import dtype_name
 from hfpatch.model.roles import weights_dtype
 
 
@@ -37,7 +38,7 @@ class DtypeRule:
         return weight.dtype if weight.dtype.is_floating_point else self.dtype
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") if self.weight is None else "that of its weights"
+        return dtype_name(self.dtype) if self.weight is None else "that of its weights"
 
 
 def dtype_rule(to: str, module: nn.Module, compute: torch.dtype | None, stream: torch.dtype | None) -> DtypeRule:

@@ -1,5 +1,3 @@
-# children are read where they are kept, for a name may be anything
-# pyright: reportPrivateUsage=false
 """What LoRA adapters are to gain, where, and what was there; found again where somebody replaced a block since."""
 
 from __future__ import annotations
@@ -9,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.compat.modules import children
 from hfpatch.lora.places import frame_of
 from hfpatch.patching.kinds.states import ABSENT
 
@@ -57,7 +56,7 @@ class Place:
     @property
     def layer(self) -> Any:
         """What is there now."""
-        return self.parent._modules.get(self.name)
+        return children(self.parent).get(self.name)
 
     @property
     def bare(self) -> bool:
@@ -75,7 +74,7 @@ class Before:
 
 def is_layer(module: Any) -> bool:
     """True for a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
-    return isinstance(module, nn.Module) and "lora_A" in module._modules
+    return isinstance(module, nn.Module) and "lora_A" in children(module)
 
 
 def places_now(tuner: nn.Module, before: Before) -> dict[str, Place]:
@@ -92,6 +91,6 @@ def place_now(frame: nn.Module, path: str, place: Place) -> Place:
         return place
     if parent is place.parent:
         return place
-    layer: Any = parent._modules.get(place.name)
+    layer: Any = children(parent).get(place.name)
     there = layer.get_base_layer() if place.bare and is_layer(layer) else layer
     return place if there is None else replace(place, parent=parent, there=there)

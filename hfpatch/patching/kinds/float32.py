@@ -1,5 +1,3 @@
-# torch has no public name for a call without the subclass's own handling
-# pyright: reportPrivateUsage=false
 """Tensors handed to a function with the wish that it computes in float32.
 
 The wish travels with the argument to the function itself: torch's norms and linear maps then compute in float32 and
@@ -14,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+
+from hfpatch.compat.functions import AsPlain
 
 
 def for_float32(value: Any) -> Any:
@@ -36,10 +36,10 @@ class Float32Compute(torch.Tensor):
         """Run a function. What it returns is plain, unless it is the tensor itself."""
         kwargs = kwargs or {}
         if func not in COMPUTED_IN_FLOAT32:
-            with torch._C.DisableTorchFunctionSubclass():
+            with AsPlain():
                 return func(*args, **kwargs)
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with _outside_autocast(device), torch._C.DisableTorchFunctionSubclass():
+        with _outside_autocast(device), AsPlain():
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 

@@ -1,5 +1,3 @@
-# modes are pushed and popped by hooks, and hooks are taken off by identity, on a deepcopy too
-# pyright: reportPrivateUsage=false
 """Replaces a function inside one module's forward: 1 + tanh(x) becomes a bounded factor. `torch` stays as it is.
 
 A pair of forward hooks enters a `TorchFunctionMode` for the module's own call, on this thread. The mode remembers
@@ -10,7 +8,6 @@ second pair of hooks hides their additions from the mode.
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import dataclass, field
 from types import FrameType
@@ -19,8 +16,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
+from hfpatch.compat import dynamo, functions
+from hfpatch.compat.autograd import version
+from hfpatch.compat.frames import frame_at
 from hfpatch.errors import RefusedError
 from hfpatch.numerics.modulation import delta
 from hfpatch.patching.tanh.one_plus import ADD, Tanh, Watch, one_and
@@ -49,7 +49,7 @@ class Bounding(Watch):
     def _tanh(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         out = super()._tanh(func, name, args, kwargs)
         if not torch.compiler.is_compiling() and not torch.is_inference(self.seen[-1].argument):
-            self.versions.append((self.seen[-1].argument, self.seen[-1].argument._version))
+            self.versions.append((self.seen[-1].argument, version(self.seen[-1].argument)))
         return out
 
     def before_change(self, tanh: Tanh) -> None:
@@ -71,13 +71,13 @@ class Bounding(Watch):
 
     def _check(self, tanh: Tanh) -> None:
         made = any(argument is tanh.argument for argument, _ in self.made)
-        for argument, version in self.versions:
-            if argument is tanh.argument and argument._version != version and not made:
+        for argument, then in self.versions:
+            if argument is tanh.argument and version(argument) != then and not made:
                 raise RefusedError(
                     f"sigmoid-modulation: the argument of a tanh in {type(self.module).__name__} was overwritten "
                     "through a view before 1 was added to the result; revert the patch, or clone the argument"
                 )
-        frame: FrameType | None = sys._getframe()
+        frame: FrameType | None = frame_at(0)
         inside = False
         while frame is not None and frame is not self.caller:
             inside = inside or frame.f_code.co_filename == CHECKPOINT
@@ -144,18 +144,18 @@ class Enter:
         if kwargs is None:
             return
         compiling = torch.compiler.is_compiling()
-        if self.bounds is not None and self.bounds.eager and (compiling or _dynamo_is_on()):
+        if self.bounds is not None and self.bounds.eager and (compiling or dynamo.compiles_next()):
             raise RefusedError(NOT_COMPILED)
         if compiling:
             traced = Blind(None) if self.bounds is None else Bounding(self.bounds, module, None)
             traced.__enter__()
             self.traced.append(traced)
             return
-        frame = sys._getframe().f_back
+        frame = frame_at(1)
         clear_over()
         mode = Blind(frame) if self.bounds is None else Bounding(self.bounds, module, frame)
         entered.modes = (*(m for m in entered.modes if not m.over), mode)
-        _push_mode(mode)
+        functions.push(mode)
 
 
 class Leave:
@@ -171,27 +171,15 @@ class Leave:
             return
         top = clear_over()
         if isinstance(top, Blind) if self.enter.bounds is None else isinstance(top, Bounding) and top.module is module:
-            _pop_mode()
+            functions.pop()
         if isinstance(top, (Bounding, Blind)):
             end(top)  # a frame keeps its tensors
-
-
-def _dynamo_is_on() -> bool:
-    """True if torch.compile would compile what this thread calls next: it goes on with the parts of what it gave up."""
-    from torch._C._dynamo import eval_frame
-
-    ask = getattr(eval_frame, "get_eval_frame_callback", None)
-    return ask is not None and callable(ask())
-
-
-def _top() -> Any:
-    return _get_current_function_mode() if torch._C._len_torch_function_stack() else None
 
 
 def is_over(mode: Bounding | Blind) -> bool:
     """True if the call a mode was entered for is over: its frame is not on this thread's stack any more."""
     if mode.caller is not None:
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = frame_at(1)
         while frame is not None and frame is not mode.caller:
             frame = frame.f_back
         if frame is None:
@@ -235,6 +223,6 @@ def end(mode: Bounding | Blind) -> None:
 
 def clear_over() -> Any:
     """Take modes of calls that are over off the top of this thread's stack. Returns what is on top then."""
-    while isinstance(top := _top(), (Bounding, Blind)) and is_over(top):
-        _pop_mode()
+    while isinstance(top := functions.topmost(), (Bounding, Blind)) and is_over(top):
+        functions.pop()
     return top

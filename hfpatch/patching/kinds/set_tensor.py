@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.modules import buffers, parameters
 from hfpatch.lora.expand import wrapped
 from hfpatch.model.survey import Survey
 from hfpatch.patching.kinds.base import Change
@@ -100,7 +101,7 @@ class SetTensor(Change):
             self._put(module, values)
 
     def _tensor(self, module: nn.Module) -> torch.Tensor | None:
-        found = {**module.__dict__["_buffers"], **module.__dict__["_parameters"]}.get(self.name)
+        found = {**buffers(module), **parameters(module)}.get(self.name)
         return found if isinstance(found, torch.Tensor) else None
 
     def _computed(self, module: nn.Module) -> bool:

@@ -21,8 +21,9 @@ from torch import nn
 from hfpatch.compat import hooks
 from hfpatch.model.norms import is_norm, untrained
 from hfpatch.model.projector.projector import found, width
-from hfpatch.model.roles import peeled
-from hfpatch.model.survey import Submodel, Survey, inside, starred, without_copy
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel, inside, starred, without_copy
+from hfpatch.model.wrapping import ON_LAYERS, unwrap
 from hfpatch.patching.stand_ins.stand_in import StandIns
 
 ATTEMPTS = 48
@@ -220,7 +221,7 @@ def _run(survey: Survey, backbone: Submodel, home: str) -> _Seen:
         raise _Reached
 
     # PEFT calls a model's forward past its hooks; before the inner model's, transformers sets no hooks of its own
-    ways = (backbone.model, backbone.model.base_model, peeled(*stacks[-1].layers[0])[1])
+    ways = (backbone.model, backbone.model.base_model, unwrap(stacks[-1].layers[0][1], ON_LAYERS))
     handles = [hooks.before(module, reached, first=True, with_kwargs=True) for module in ways]
     # Exception, twice: it is somebody else's forward on inputs it was not made for, and may raise anything
     try:

@@ -1,5 +1,3 @@
-# a stand-in is put together part by part
-# pyright: reportPrivateUsage=false
 """Stand-ins for modules: run in their place, so that whatever a forward writes, the model stays as it is."""
 
 from __future__ import annotations
@@ -14,10 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from hfpatch.model.survey import is_stock
+from hfpatch.compat import accelerate, hooks
+from hfpatch.compat.dynamo import COMPILED_CALL
+from hfpatch.compat.modules import BUFFERS, CHILDREN, PARAMETERS, children
+from hfpatch.model.walk import is_stock
+from hfpatch.patching.record import RECORDS
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OWN = ("_parameters", "_buffers", "_modules", "forward", "_old_forward", "_hf_hook", "_compiled_call_impl", "_hfpatch")
+TABLES = (PARAMETERS, BUFFERS)
+OWN = (*TABLES, CHILDREN, "forward", accelerate.FORWARD, accelerate.HOOK, COMPILED_CALL, RECORDS)
 """Keys of a module's `__dict__` that are put together anew or left out."""
 
 DEPTH = 4
@@ -75,20 +77,20 @@ class StandIns:
             return self.modules[id(module)]
         new = type(module).__new__(type(module))
         self.modules[id(module)] = new
-        own = {k: v for k, v in module.__dict__.items() if k not in OWN and k not in HOOKS}
-        new.__dict__.update(own, _modules={})
-        for name in HOOKS:
-            hooks = module.__dict__.get(name) or {}
-            kept = ((k, h) for k, h in hooks.items() if type(h).__module__.startswith("torch.nn.utils."))
+        own = {k: v for k, v in module.__dict__.items() if k not in OWN and k not in hooks.EVERY}
+        new.__dict__.update(own, **{CHILDREN: {}})
+        for name in hooks.EVERY:
+            table = module.__dict__.get(name) or {}
+            kept = ((k, h) for k, h in table.items() if type(h).__module__.startswith("torch.nn.utils."))
             new.__dict__[name] = OrderedDict(kept)
-        for name in ("_parameters", "_buffers"):
+        for name in TABLES:
             new.__dict__[name] = {k: self._copied(v) for k, v in module.__dict__[name].items()}
         new.__dict__.update({k: self._copied(v) for k, v in own.items()}, training=False)
-        forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+        forward = module.__dict__.get(accelerate.FORWARD, module.__dict__.get("forward"))
         if forward is not None:
             new.__dict__["forward"] = self._copied(forward)
-        for name, child in module._modules.items():
-            new._modules[name] = None if child is None else self.of(child, inner=True)
+        for name, child in children(module).items():
+            children(new)[name] = None if child is None else self.of(child, inner=True)
         return new
 
     def _copied(self, value: Any, depth: int = DEPTH) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hfpatch.compat import hooks
 from hfpatch.compat.sharding import narrows_stream
+from hfpatch.dtypes import dtype_name
 from hfpatch.model.norms import is_norm, is_torch_norm
 from hfpatch.model.roles import Place, Stack, own_class
 from hfpatch.patching.kinds.cast_input import CastInput
@@ -71,12 +72,12 @@ def _fails(place: Place, layer: Place, stack: Stack, compute_dtype: torch.dtype 
             failures.append(failure or f"it puts out {tuple(exact.shape) if exact is not None else ''}, no stream")
             continue
         if exact.dtype != torch.float32:
-            return f"it hands the stream on in {str(exact.dtype).removeprefix('torch.')}, which ends at 65,504"
+            return f"it hands the stream on in {dtype_name(exact.dtype)}, which ends at 65,504"
         mine, failure = _run(wrapper, inner, stream, tail, float32=False, dtype=compute_dtype)
         if mine is None:
             return f"with a float32 stream and weights in half precision its forward raises {failure}"
         if mine.dtype != torch.float32:
-            return f"it hands the stream on in {str(mine.dtype).removeprefix('torch.')}, which ends at 65,504"
+            return f"it hands the stream on in {dtype_name(mine.dtype)}, which ends at 65,504"
         if not mine.isfinite().all():
             return "what it adds reads the stream in float16, where a value above 65,504 is inf"
         error = float((mine - exact).norm() / exact.norm())

@@ -1,10 +1,7 @@
-# frames say whose call is running
-# pyright: reportPrivateUsage=false
 """What a probe run hears: each 1 that is added to a tanh, what the sum is multiplied by, and what made the argument."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.autograd import version
+from hfpatch.compat.frames import frame_at, module_of
 from hfpatch.patching.kinds.one_plus_tanh import CHECKPOINT
 from hfpatch.patching.tanh.one_plus import OVERWRITES, SHAPING, Tanh, Watch
 
@@ -58,8 +57,8 @@ class Zeros:
         if not isinstance(value, nn.Parameter) or value.is_meta:
             return False
         there = self.known.get(id(value))
-        if there is None or there[1] != value._version:
-            there = value, value._version, not bool(value.any())
+        if there is None or there[1] != version(value):
+            there = value, version(value), not bool(value.any())
             self.known[id(value)] = there
         return there[2]
 
@@ -180,10 +179,10 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
 
 def _caller() -> tuple[int, bool]:
     """Id of the innermost module whose call is running, and whether it checkpoints what runs now."""
-    frame, inside = sys._getframe(), False
+    frame, inside = frame_at(0), False
     while frame is not None:
         inside = inside or frame.f_code.co_filename == CHECKPOINT
-        if frame.f_code.co_name == "_call_impl" and "self" in frame.f_locals:
-            return id(frame.f_locals["self"]), inside
+        if (module := module_of(frame)) is not None:
+            return id(module), inside
         frame = frame.f_back
     return 0, inside

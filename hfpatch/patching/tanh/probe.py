@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.model.survey import Survey, is_stock
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import is_stock
 from hfpatch.patching.stand_ins.stand_in import StandIns
 from hfpatch.patching.tanh.in_code import calls_functional_tanh, may_add_one, mention
 from hfpatch.patching.tanh.listening import Listening, Seen, Zeros

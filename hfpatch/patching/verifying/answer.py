@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hfpatch.errors import InputError
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
+from hfpatch.model.wrapping import PARALLEL, unwrap
 from hfpatch.patching.verifying.figures import Figures
 
 IGNORED = -100
@@ -53,13 +54,6 @@ class Batch:
     note: str = ""
 
 
-def called(model: nn.Module) -> nn.Module:
-    """Return what is called: the module in DistributedDataParallel and DataParallel, which would start collectives."""
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        model = model.module
-    return model
-
-
 def prepared(model: nn.Module, batch: Any) -> Batch:
     """The batch where the model is, with labels where the model is a causal one and has none.
 
@@ -87,7 +81,7 @@ def prepared(model: nn.Module, batch: Any) -> Batch:
         )
     device = parameters[0].device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    survey = Survey(called(model))
+    survey = Survey(unwrap(model, PARALLEL))
     note = ""
     if "labels" in inputs and not _takes(survey, "labels", by_name=False):
         note = "the model takes no labels, so it gives no loss"
@@ -106,28 +100,15 @@ def _takes(survey: Survey, name: str, *, by_name: bool) -> bool:
     """True if the forward of what was wrapped takes an argument, by its name or, unless `by_name`, by `**kwargs`."""
     import inspect
 
-    inner = _unwrapped(survey)
+    inner = unwrap(survey.root, ("torch.compile", "PEFT"))
     parameters = inspect.signature(inner.forward).parameters
     catches = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return name in parameters or (catches and not by_name)
 
 
-def _unwrapped(survey: Survey) -> nn.Module:
-    """The model in a PEFT model or a compiled one: the first that has a forward of its own."""
-    inner = survey.root
-    while True:
-        held = inner.__dict__["_modules"]
-        if "_orig_mod" in held:
-            inner = held["_orig_mod"]
-        elif hasattr(inner, "get_base_model") and type(inner).__module__.startswith("peft."):
-            inner = inner.get_base_model()  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
-        else:
-            return inner
-
-
 def _decodes(survey: Survey) -> str:
     """`causal`, `encoder-decoder` or nothing: how the model that puts out text reads it."""
-    inner = _unwrapped(survey)
+    inner = unwrap(survey.root, ("torch.compile", "PEFT"))
     models = [inner] if isinstance(inner, PreTrainedModel) else [s.model for s in survey.submodels]
     if isinstance(inner, PreTrainedModel) and not inner.can_generate():  # a composite of the user's own
         models += [s.model for s in survey.submodels]
@@ -193,7 +174,7 @@ class _Found:
 
 def _call(model: nn.Module, inputs: Mapping[str, Any]) -> _Found:
     try:
-        output: Any = called(model)(**inputs)
+        output: Any = unwrap(model, PARALLEL)(**inputs)
     except RuntimeError:
         raise
     except REJECTIONS as error:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
+from hfpatch.compat import operators
 from hfpatch.compat.hooks import after, before, drop, new_key
+from hfpatch.compat.modules import CONVOLUTIONS
+from hfpatch.compat.modules import buffers as buffers_of
 from hfpatch.model.rebuilt import HALF
-from hfpatch.model.survey import CONVOLUTIONS, Survey
+from hfpatch.model.survey import Survey
 
 Place = tuple[str, str]
 """Path of a module, and a name in it."""
@@ -103,7 +105,7 @@ def buffers_as(model: nn.Module, values: Mapping[Place, torch.Tensor]) -> Genera
     held: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for (path, name), value in values.items():
-            buffers = modules[path].__dict__["_buffers"]
+            buffers: dict[str, Any] = buffers_of(modules[path])
             there = buffers[name]
             held.append((buffers, name, there))
             buffers[name] = value.to(there.device, copy=True)
@@ -129,7 +131,7 @@ def as_it_was(model: nn.Module) -> Generator[None]:
     """
     modules = list(model.modules())
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    kept = [(m, dict(m.__dict__), dict(m.__dict__["_buffers"])) for m in modules]
+    kept = [(m, dict(m.__dict__), dict(buffers_of(m))) for m in modules]
     values = {b: b.clone() for m in modules for b in m.buffers(recurse=False) if b.is_floating_point()}
     with torch.random.fork_rng(devices=list(devices)):
         try:
@@ -139,7 +141,7 @@ def as_it_was(model: nn.Module) -> Generator[None]:
         finally:
             for module, own, buffers in kept:
                 _put_back(module.__dict__, own)
-                _put_back(module.__dict__["_buffers"], buffers)
+                _put_back(buffers_of(module), buffers)
             for buffer, value in values.items():
                 if not torch.equal(buffer, value):
                     with torch.no_grad():
@@ -194,7 +196,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return type(value)(_cast(v, dtype) for v in value) if type(value) in (list, tuple) else value
 
 
-class CastsSeen(TorchDispatchMode):
+class CastsSeen(operators.DispatchMode):
     """Notes where a run makes float16 or bfloat16 of wider numbers.
 
     Attributes:
@@ -208,15 +210,7 @@ class CastsSeen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operation, and look at it."""
         out = func(*args, **(kwargs or {}))
-        if (
-            func is torch.ops.aten._to_copy.default
-            and out.dtype in HALF
-            and args[0].dtype
-            in (  # pyright: ignore[reportPrivateUsage]
-                torch.float32,
-                torch.float64,
-            )
-        ):
+        if func is operators.to_copy and out.dtype in HALF and args[0].dtype in (torch.float32, torch.float64):
             where = _outside_torch()
             self.places[where] = self.places.get(where, 0) + 1
         return out

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfpatch.compat.implementation import choose
 from hfpatch.errors import InputError
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
@@ -116,5 +117,5 @@ def build(case: Case) -> Trial:
     nn.Module.to(model, case.device, dtype).eval()  # in place
     for module in llm.modules():
         if isinstance(module, PreTrainedModel):
-            module.config._attn_implementation = case.attention  # pyright: ignore[reportPrivateUsage]
+            choose(module.config, case.attention)
     return Trial(case, model, master)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfpatch.errors import UnknownPatchError
-from hfpatch.model.survey import Survey, root_module
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import root_module
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.record import Record, logged

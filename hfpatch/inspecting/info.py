@@ -1,21 +1,109 @@
-"""A `ModelInfo` as tables."""
+"""What `inspect` returns, as data and as tables."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
+from hfpatch.inspecting.buffers import Buffers
+from hfpatch.inspecting.eps import NormKind
+from hfpatch.inspecting.experts import Experts
+from hfpatch.inspecting.facts import Adapter, Attention, Embedding, Head, Wrapper
+from hfpatch.inspecting.fused import Fused
+from hfpatch.inspecting.layers import LayerKind, LayerList
 from hfpatch.report import Sheet
 
-if TYPE_CHECKING:
-    from hfpatch.inspecting.buffers import Buffers
-    from hfpatch.inspecting.eps import NormKind
-    from hfpatch.inspecting.experts import Experts
-    from hfpatch.inspecting.facts import Attention, Embedding
-    from hfpatch.inspecting.inspect import ModelInfo
-    from hfpatch.inspecting.layers import LayerKind, LayerList
+
+@dataclass(frozen=True)
+class SubmodelInfo:
+    """A transformers model inside: where, which, and how many parameters (shared ones once)."""
+
+    path: str
+    architecture: str
+    cls: str
+    parameters: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: path, architecture, class, parameters."""
+        return {"path": self.path, "architecture": self.architecture, "class": self.cls, "parameters": self.parameters}
 
 
-def sheets(info: ModelInfo) -> tuple[Sheet, ...]:
+@dataclass(frozen=True)
+class StackInfo:
+    """A residual stream: the path of its list of layers, how many, and the dtype the stream is in."""
+
+    submodel: str
+    path: str
+    layers: int
+    dtype: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: submodel, path, layers, dtype."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts about a model. Prints as tables; `to_dict()` gives the same as JSON.
+
+    `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it.
+    `weights_loaded` is False where every parameter is on meta.
+    """
+
+    cls: str
+    architecture: str | None
+    name: str
+    parameters: int
+    dtypes: dict[str, int]
+    trainable: int
+    weights_loaded: bool
+    declared_dtype: str | None
+    quantization: str | None
+    submodels: tuple[SubmodelInfo, ...]
+    embeddings: tuple[Embedding, ...]
+    heads: tuple[Head, ...]
+    layers: tuple[LayerList, ...]
+    stacks: tuple[StackInfo, ...]
+    norms: tuple[NormKind, ...]
+    attention: tuple[Attention, ...]
+    experts: tuple[Experts, ...]
+    fused: tuple[Fused, ...]
+    buffers: tuple[Buffers, ...]
+    wrappers: tuple[Wrapper, ...]
+    adapters: tuple[Adapter, ...]
+    hazards: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, with stable keys.
+
+        class, architecture (None for a hand-written composite), name (hub name or directory), parameters,
+        dtypes {dtype: parameters}, trainable, weights_loaded, declared_dtype, quantization, submodels,
+        embeddings, heads, layers, stacks, norms, attention, experts, fused, buffers (those in no checkpoint),
+        wrappers, adapters, hazards; lists hold what the `to_dict` of each item says.
+        """
+        values = {"class" if k == "cls" else k: v for k, v in vars(self).items()}
+        values["dtypes"] = dict(self.dtypes)
+        return {
+            k: [i if isinstance(i, str) else i.to_dict() for i in v] if isinstance(v, tuple) else v
+            for k, v in values.items()
+        }
+
+    def sheets(self) -> tuple[Sheet, ...]:
+        """As tables: facts, submodels where there are several, layers, experts, norms, attention, hazards."""
+        return _sheets(self)
+
+    def sheet(self) -> Sheet:
+        """The first table: the facts that are one line each."""
+        return self.sheets()[0]
+
+    def __str__(self) -> str:
+        return "\n\n".join(s.to_text() for s in self.sheets())
+
+    def _repr_html_(self) -> str:
+        return "\n".join(s.to_html() for s in self.sheets())
+
+
+def _sheets(info: ModelInfo) -> tuple[Sheet, ...]:
     """Facts, submodels where there are several, layers, experts, fused projections, norms, attention, hazards."""
     out = [_facts(info)]
     if len(info.submodels) > 1:

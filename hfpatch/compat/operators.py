@@ -1,0 +1,43 @@
+# torch documents dispatch modes, but in a private module, and gives its operators no list of names
+# pyright: reportPrivateUsage=false
+"""Operators as a dispatch mode sees them: the mode, which of them write to what they are given, private names.
+
+Known in torch 2.11 to 2.13. An operator that torch renames is named as it is, without words, and no cause is told for
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+
+DispatchMode = _python_dispatch.TorchDispatchMode
+"""Sees every operation below autograd while it is entered."""
+
+SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+"""What `softmax`, `log_softmax` and the math path of attention run."""
+
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+"""How the names of fused attention kernels begin, forward and backward."""
+
+MATMULS = frozenset({"_grouped_mm", "_scaled_mm"})
+"""Products of grouped and of scaled matrices."""
+
+RMS_NORMS = frozenset({"_fused_rms_norm", "_fused_rms_norm_backward"})
+"""What `rms_norm` runs; in older torch it is put together from elementwise operators."""
+
+COPY = "_to_copy"
+"""What `tensor.to(dtype)` runs."""
+
+to_copy: Any = torch.ops.aten._to_copy.default
+"""The operator of that name."""
+
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of operators that wait for other ranks."""
+
+
+def overwrites(operator: Any) -> bool:
+    """True if an operator writes to something it is given, by its schema."""
+    return operator._schema.is_mutable

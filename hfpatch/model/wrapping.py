@@ -1,0 +1,86 @@
+"""What is wrapped around a model or a part of it: of which kind a wrapper is, and what it holds."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from hfpatch.compat.modules import children
+from hfpatch.compat.wrappers import CHECKPOINTED, CLASSES, COMPILED, SHARDED
+
+PARALLEL = ("DDP", "DataParallel")
+"""Wrappers that talk to other ranks or devices when they are called."""
+
+EVERY = (*PARALLEL, "FSDP", "torch.compile", "checkpoint", "PEFT")
+"""Wrappers around a model, from any of which `unwrap` gets what it holds."""
+
+ON_LAYERS = ("torch.compile", "checkpoint")
+"""Wrappers around single layers that leave their computation as it is."""
+
+_NAMED = ((COMPILED, "torch.compile"), (SHARDED, "FSDP"), (CHECKPOINTED, "checkpoint"))
+
+_IN_PATHS = frozenset(name for name, _ in _NAMED)
+_IN_A_PATH = re.compile("|".join(_IN_PATHS))
+
+
+def unwrap(module: nn.Module, kinds: tuple[str, ...] = EVERY) -> nn.Module:
+    """Return what the wrappers of these kinds around a module hold; the module itself where there is none."""
+    return unwrapped("", module, kinds)[1]
+
+
+def unwrapped(path: str, module: nn.Module, kinds: tuple[str, ...] = EVERY) -> tuple[str, nn.Module]:
+    """Return what the wrappers of these kinds around a module hold, with its path.
+
+    Args:
+        path: Of the module.
+        module: The module.
+        kinds: Those of `EVERY`, or `adapter`: PEFT's layer around one of the model's.
+    """
+    while (found := held(module)) is not None and found[0] in kinds:
+        _, name, module = found
+        path = f"{path}.{name}" if path else name
+    return path, module
+
+
+def held(wrapper: nn.Module) -> tuple[str, str, nn.Module] | None:
+    """Return the kind of a wrapper, and the name and module of what it holds; None where a module is no wrapper."""
+    inside = children(wrapper)
+    for name, kind in _NAMED:
+        if (inner := inside.get(name)) is not None:
+            return kind, name, inner
+    cls = type(wrapper)
+    if (inner := inside.get("module")) is not None and (kind := kind_of(cls)) in PARALLEL:
+        return kind, "module", inner
+    if (inner := inside.get("base_model")) is not None and from_peft(cls):
+        return "PEFT", "base_model", inner
+    if (inner := inside.get("model")) is not None and is_tuner(cls):
+        return "PEFT", "model", inner
+    if (inner := inside.get("base_layer")) is not None and hasattr(cls, "adapter_layer_names"):
+        return "adapter", "base_layer", inner
+    return None
+
+
+def kind_of(cls: type) -> str | None:
+    """Return the kind of wrapper that a class is, FSDP2 too; None where it is none of `compat.wrappers.CLASSES`."""
+    for base in cls.__mro__:
+        if (kind := CLASSES.get(f"{base.__module__}.{base.__qualname__}")) is not None:
+            return kind
+    return None
+
+
+def plain(path: str, *also: str) -> str:
+    """Return a path without the names that compiling, sharding and checkpointing put into it, nor those in `also`."""
+    if not also and _IN_A_PATH.search(path) is None:
+        return path
+    return ".".join(name for name in path.split(".") if name not in _IN_PATHS and name not in also)
+
+
+def from_peft(cls: type) -> bool:
+    """True if a class is PEFT's, or derived from one."""
+    return any(base.__module__.startswith("peft.") for base in cls.__mro__)
+
+
+def is_tuner(cls: type) -> bool:
+    """True if a class is one of PEFT's managers of adapters (`LoraModel` and its like), which hold the model."""
+    return any(base.__name__ == "BaseTuner" and base.__module__.startswith("peft.") for base in cls.__mro__)
