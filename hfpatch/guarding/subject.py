@@ -47,7 +47,7 @@ class Subject:
         self.settings: Settings | None = None if args is None else read_settings(args)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            from hfpatch.guarding.guard import unwrapped
+            from hfpatch.guarding.stepping import unwrapped
 
             self.optimizer = unwrapped(optimizer)
         scaler = getattr(optimizer, "scaler", None)
