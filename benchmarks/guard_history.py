@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, cpu_name, header, write_json
+from common import ROOT, cpu_name, header, table, write_json
 
 RULES = ("none", "fixed", "history", "zclip", "adagc")
 SHARE = 0.02
@@ -123,8 +123,8 @@ def trained(args: Any) -> dict[str, Any]:
         model.requires_grad_(False).eval()
         judged = torch.nn.ModuleDict({"llm": model, "projector": projector(model).to(args.device)})
         parameters = list(judged["projector"].parameters())
-        table = torch.randn(len(tokenizer), 64, device=args.device)
-        loss_of, rate = (lambda _m, x, y: projector_loss(judged, table, x, y)), 1e-3
+        features = torch.randn(len(tokenizer), 64, device=args.device)
+        loss_of, rate = (lambda _m, x, y: projector_loss(judged, features, x, y)), 1e-3
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=args.device != "cpu")
     return walk(args, judged, parameters, optimizer, loss_of, ids)
 
@@ -228,7 +228,7 @@ def report(directory: Path) -> dict[str, Any]:
                 rows.append(
                     {"what": f"{what}, {mine[0]['weights']}", "rule": rule, **total, "final loss by seed": ends}
                 )
-    print(table(rows))
+    table("Planted spikes, sums over the seeds", rows)
     return {**facts, "rows": rows}
 
 
