@@ -119,7 +119,7 @@ def lora(model: Any) -> str:
 def served(model: Any) -> str:
     """Whether the float16 patch would be applied to it in float16."""
     from hfpatch.patching import registry
-    from hfpatch.patching.plan import plan_alone
+    from hfpatch.patching.verifying.proving import plan_alone
 
     made = plan_alone(registry.get("fp16-residual-overflow"), model.half(), asked=False)
     return "yes" if made.edits else "no"

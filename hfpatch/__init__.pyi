@@ -22,14 +22,14 @@ from .lora.targets import LoraTargets as LoraTargets
 from .lora.targets import lora_targets as lora_targets
 from .model.embed import embed_tokens as embed_tokens
 from .numerics.losses import normalized_mse as normalized_mse
-from .patching.apply import Applied as Applied
+from .patching.applied import Applied as Applied
+from .patching.apply import Plan as Plan
 from .patching.apply import apply as apply
+from .patching.apply import plan as plan
 from .patching.catalogue import Catalogue as Catalogue
 from .patching.catalogue import Explanation as Explanation
 from .patching.catalogue import explain as explain
 from .patching.catalogue import list_patches as list_patches
-from .patching.decision import Plan as Plan
-from .patching.plan import plan as plan
 from .patching.status import Status as Status
 from .patching.status import status as status
 from .patching.undo import revert as revert

@@ -7,9 +7,9 @@ from typing import Literal
 
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
 from hfpatch.patching import registry
+from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
-from hfpatch.patching.edits import IN_FLOAT32
-from hfpatch.patching.plan import plan
+from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.trace import Trace
 
@@ -104,7 +104,7 @@ def _decisions(finding: Finding, model: object) -> list[Decision]:
 
 
 def _edits(decision: Decision, module: str) -> bool:
-    return any(edit.path == module and edit.slot == IN_FLOAT32 for edit in decision.edits)
+    return any(edit.path == module and isinstance(edit.change, ComputeInFloat32) for edit in decision.edits)
 
 
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:

@@ -69,6 +69,19 @@ ERRORS: dict[str, str] = {
 """Code -> what it means."""
 
 HAZARDS: dict[str, str] = {
+    "step-raises": "a forward or backward pass on the batch raises",
+    "no-labels": "every label of the batch is -100",
+    "loss-not-finite": "the first loss is NaN or infinite",
+    "loss-like-a-guess": "a checkpoint's first loss is near ln(vocabulary)",
+    "gradients-not-finite": "gradients are NaN or infinite although the loss is finite",
+    "no-gradient": "trained parameters get no gradient",
+    "zero-gradient": "trained parameters have a gradient of exactly 0",
+    "embedding-scale": "token embeddings enter the language model in another size than its own",
+    "joined-too-large": "what is joined to the token embeddings is many times as large",
+    "steps-lost": "a step of the optimizer is rounded away in half precision",
+    "accumulation-rounds": "gradients summed in half precision lose their small parts",
+    "buffers-cast": "buffers that no checkpoint holds were cast to half precision",
+    "full-eval-stays": "evaluation casts the model and does not cast it back",
     "nothing-trains": "no parameter requires a gradient",
     "fp16-parameters": "float16 parameters are trained",
     "bf16-under-scaler": "bfloat16 parameters under a GradScaler",

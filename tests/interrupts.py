@@ -20,7 +20,7 @@ from torch import nn
 import hfpatch
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
 from hfpatch.patching.apply import carry_out
-from hfpatch.patching.records import records_of
+from hfpatch.patching.record import records_of
 from tests.fingerprint import fingerprint
 
 OURS = Path(hfpatch.__file__).parent

@@ -23,7 +23,7 @@ import hfpatch
 from hfpatch.compat import hooks as tables
 from hfpatch.errors import HfpatchError
 from hfpatch.patching import registry
-from hfpatch.patching.records import records_of
+from hfpatch.patching.record import records_of
 from hfpatch.patching.verifying.trial import build
 from tests.fingerprint import fingerprint
 from tests.interrupts import SUBJECTS, Subject, trials

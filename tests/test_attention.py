@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hfpatch
-import hfpatch.patching.kinds.attention_choice  # registers the implementations by name
+import hfpatch.patching.kinds.choose_attention  # registers the implementations by name
 from hfpatch.errors import ConflictError, RefusedError, RevertError
 from hfpatch.lab.tiny import rescale, tiny_config, tiny_model
 from hfpatch.model.attention import attentions

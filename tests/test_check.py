@@ -56,9 +56,16 @@ def arguments(path: Path, **kwargs: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(path), **{**fixed, "use_cpu": True, **kwargs})
 
 
+def loaded_in(model: Any, dtype: torch.dtype) -> Any:
+    """With its parameters in a dtype and its buffers as they are, as `from_pretrained(dtype=)` leaves it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def lora(model: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **kwargs)
-    return get_peft_model(model.to(dtype), config)
+    return get_peft_model(loaded_in(model, dtype), config)
 
 
 def net() -> nn.Sequential:
@@ -96,7 +103,7 @@ def test_a_scaler_refuses_what_is_said_to_be_refused(device: str, dtype: torch.d
 
 
 def test_bfloat16_weights_are_no_hazard_without_a_scaler_or_where_only_adapters_train() -> None:
-    model = tiny_model("llama").bfloat16()
+    model = loaded_in(tiny_model("llama"), torch.bfloat16)
     assert not check(model, {"bf16": True})
     assert not check(model, {})
     assert one(check(model, {"fp16": True}), "bf16-under-scaler")
@@ -417,7 +424,9 @@ def test_what_cannot_be_told_is_not_said() -> None:
     script: dict[str, Any] = {"nn": nn}
     exec("class Typed(nn.Linear):\n    def forward(self, x, labels=None, **kwargs): return {}", script)  # noqa: S102
     assert not check(script["Typed"](4, 4), args), "there is no source to read"
-    assert not check(OwnLoss(), args, batch={"input_ids": IDS, "start_positions": IDS[:, 0]}), "the Trainer counts none"
+    found = check(OwnLoss(), args, batch={"input_ids": IDS, "start_positions": IDS[:, 0]})
+    assert found.ids[0] == "step-raises", "its forward wants labels"
+    assert "loss-not-divided" not in found.ids, "the Trainer counts none"
 
 
 # checkpointing
@@ -472,7 +481,8 @@ def test_checkpointing_that_cuts_off(reentrant: bool, given: Any, tmp_path: Path
         hazard = one(found, "checkpointing-cuts-off")
         assert hazard.certain is (given is not None)
         assert "layers.0" in hazard.reason or "layer.0" in hazard.reason
-        assert "the 8 trained parameters" in hazard.reason
+        assert ("8 of 10 trained parameters" if given else "the 8 trained parameters") in hazard.reason
+        assert ("tried on this batch: all of them" in hazard.change) is (given is not None)
         # it is on now: told from the model itself
         assert "checkpointing-cuts-off" in check(model, batch=given).ids
         assert with_gradients(model, IMAGES) == 0
@@ -623,7 +633,7 @@ def test_subclasses_and_accelerate_names(tmp_path: Path) -> None:
     assert "fp16-parameters" in check(model, {"mixed_precision": "fp16"}).ids
     assert not check(model.float(), {"mixed_precision": False})
     found = check(model, {"mixed_precision": "bf16", "packing": True, "dataset_name": "x"})
-    assert "not keys of TrainingArguments, and not checked: packing, dataset_name" in found.remarks
+    assert "packing, dataset_name: no keys of TrainingArguments" in found.not_looked_at
 
 
 @pytest.mark.parametrize(
@@ -649,8 +659,10 @@ def test_bad_arguments(args: Any, said: str) -> None:
 def test_bad_models_batches_and_devices() -> None:
     with pytest.raises(NotAModelError):
         check(3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"LlamaForCausalLM cannot be run on this batch: \w+Error: .*collator"):
-        check(tiny_model("llama"), {"gradient_accumulation_steps": 2}, batch={"labels": IDS})
+    with pytest.raises(InputError, match=r"Sequential does not take this batch \(input_ids, labels\): "):
+        check(net(), batch={"input_ids": IDS, "labels": IDS})
+    raises = one(check(tiny_model("llama"), {"gradient_accumulation_steps": 2}, batch={"labels": IDS}), "step-raises")
+    assert "ValueError: You must specify exactly one of input_ids or inputs_embeds" in raises.reason
     for device in ("nowhere", "cuda:99"):
         with pytest.raises(InputError, match="check: device: "):
             check(net(), device=device)

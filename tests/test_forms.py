@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
-from hfpatch.patching.kinds.casts import Handed, InFloat32
+from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
+from hfpatch.patching.kinds.float32 import Float32ComputeProxy
 from tests.sampling import first_quick, slow
 
 Batch = dict[str, Any]
@@ -139,8 +140,8 @@ def test_what_stands_for_a_tensor_of_another_class() -> None:
 
     norm = torch.nn.LayerNorm(4).half()
     values = torch.arange(8.0).reshape(2, 4).half()
-    ((handed, *_), _) = InFloat32()(norm, (values.as_subclass(Own),), {})  # pyright: ignore
-    assert type(handed) is Handed
+    ((handed, *_), _) = ComputeInFloat32()(norm, (values.as_subclass(Own),), {})  # pyright: ignore
+    assert type(handed) is Float32ComputeProxy
     assert handed.dtype is torch.float16
     assert torch.equal(torch.cat([handed, values]), torch.cat([values, values]))
     assert torch.equal(handed * 2 + handed[0], values * 2 + values[0])

@@ -172,7 +172,7 @@ def test_verify(gemma: Any, ids: torch.Tensor) -> None:
     assert gemma.training
     assert not gemma.model.layers[0].mlp.training
     assert "before" in str(proof)
-    assert set(proof.to_dict()) == {"reference", "rows", "notes"}
+    assert set(proof.to_dict()) == {"model", "reference", "rows", "notes"}
 
 
 def test_verify_wants_a_batch_that_fits(gemma: Any) -> None:

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.gradient_norms import clip_, tensor_norms
 from hfpatch.guarding.guard import Guard
-from hfpatch.guarding.judge import WARMUP
+from hfpatch.guarding.history import WARMUP
 from hfpatch.guarding.outcome import Reason
 from hfpatch.lab.tiny import tiny_model
 
@@ -86,7 +86,7 @@ def test_a_bad_batch_changes_nothing(kind: str, fused: bool, scaled: bool) -> No
     optimizer = adamw(model, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
-    guard = Guard(model, optimizer, scheduler, scaler=scaler, on_device=fused, verbose=False)
+    guard = Guard(model, optimizer, scheduler, scaler=scaler, explode_at=100.0, on_device=fused, verbose=False)
     good = batches(3)
     assert guard.step(loss_of(model, good[0])).stepped
     guard.settle()

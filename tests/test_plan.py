@@ -22,8 +22,10 @@ from hfpatch.errors import (
 from hfpatch.lab.tiny import SpeechLLM
 from hfpatch.model.source import build_on_meta
 from hfpatch.patching import registry, select
-from hfpatch.patching.kinds import table as kinds
-from hfpatch.patching.kinds.base import Record
+from hfpatch.patching.kinds.cast_input import CastInput
+from hfpatch.patching.kinds.cast_output import CastOutput
+from hfpatch.patching.kinds.hook_change import HookChange
+from hfpatch.patching.kinds.set_attribute import SetAttribute
 from hfpatch.patching.language import Needed
 from tests.fingerprint import fingerprint
 
@@ -150,11 +152,8 @@ def registered(monkeypatch: pytest.MonkeyPatch, found: dict[str, registry.Entry]
 def test_two_values_for_one_slot_are_a_conflict_found_in_the_plan(tiny: Any, monkeypatch: Any) -> None:
     model = SpeechLLM(tiny("llama"))
     first = registry.get("eps-alignment")
-    rival = replace(
-        first,
-        id="rival",
-        patch=replace(first.patch, edits=(replace(first.patch.edits[0], value=lambda _c, _t: 1e-3),)),
-    )
+    other = replace(first.patch.edits[0], change=lambda _c, _t: SetAttribute("eps", 1e-3))
+    rival = replace(first, id="rival", patch=replace(first.patch, edits=(other,)))
     found = {first.id: first, "rival": rival}
     registered(monkeypatch, found)
     before = fingerprint(model)
@@ -172,15 +171,21 @@ def test_two_values_for_one_slot_are_a_conflict_found_in_the_plan(tiny: Any, mon
 
 @pytest.mark.parametrize("k", [0, 1, 9, 17])
 def test_a_failure_at_edit_k_undoes_those_before(k: int, gemma: Any, monkeypatch: Any) -> None:
-    before, real, calls = fingerprint(gemma), kinds.Hook.write, []
+    before, calls = fingerprint(gemma), []
 
-    def failing(self: kinds.Hook, root: nn.Module, module: nn.Module, record: Record) -> None:
-        calls.append(record.slot)
-        if len(calls) == k + 1:
-            raise RuntimeError("no room")
-        real(self, root, module, record)
+    def failing(change: type[HookChange]) -> Any:
+        real = change.write
 
-    monkeypatch.setattr(kinds.Hook, "write", failing)
+        def write(self: HookChange, root: nn.Module, module: nn.Module, before: Any) -> None:
+            calls.append(self.slot)
+            if len(calls) == k + 1:
+                raise RuntimeError("no room")
+            real(self, root, module, before)
+
+        return write
+
+    for change in (CastInput, CastOutput):
+        monkeypatch.setattr(change, "write", failing(change))
     with pytest.raises(ApplyError, match=r"fp16-residual-overflow: .* of 'model.*no room.*nothing of it is applied"):
         hfpatch.apply(gemma)
     assert len(calls) == k + 1

@@ -1,4 +1,4 @@
-"""A bundle that was replayed with a checkpoint, beside what the run recorded."""
+"""The result of replaying a bundle on a checkpoint, beside the recorded run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hfpatch.report import Sheet, Shown
 
 @dataclass(frozen=True, repr=False)
 class Replayed(Shown):
-    """What came of a bundle's batch in another model.
+    """The result of running a bundle's batch in another model.
 
     Attributes:
-        bundle: What was recorded.
+        bundle: The recorded bundle.
         model: Name of the checkpoint.
-        found: What the call did here.
+        found: The result of the call here.
         patches: Ids of the patches that were applied for it.
-        notes: What is not as it was in the run, a sentence each.
-        advice: What to try, a sentence each.
+        notes: Differences from the run, a sentence each.
+        advice: Advice, a sentence each.
     """
 
     bundle: Bundle
@@ -33,19 +33,19 @@ class Replayed(Shown):
 
     @property
     def says(self) -> str:
-        """Return what came of it, in a sentence."""
+        """Return the result in a sentence."""
         return self.found.says(self.bundle.step, float(self.bundle.about["event"]["scale"] or 1.0))
 
     @property
     def verdict(self) -> str:
-        """Return whether the fault of the run shows here, in a sentence."""
+        """Return a sentence on whether the recorded fault occurs here."""
         if self.bundle.reproduced(self.found):
-            return "Reproduced: the same operation of the same module."
+            return "Reproduced: the same operation in the same module."
         if self.found.finding is not None:
-            return "Something goes wrong here, but not what the bundle recorded."
+            return "Not reproduced: there is a fault here, but not the recorded one."
         if self.bundle.finding is not None:
-            return "Not reproduced: what the bundle recorded does not happen here."
-        return "Nothing to reproduce: no operation was found to go wrong in the run either."
+            return "Not reproduced: the recorded fault does not occur here."
+        return "Nothing to reproduce: no fault was found in the run either."
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON: bundle, model, event, recorded, replayed, reproduced, patches, notes, advice."""
@@ -66,7 +66,7 @@ class Replayed(Shown):
         )
 
     def sheet(self) -> Sheet:
-        """Return what happened in the run beside what happened here."""
+        """Return a table: the recorded run beside the run here."""
         rows = (("in the run", self.bundle.says), ("here", self.says))
-        title = f"{self.bundle.path.name} with {self.model}\n{self.bundle.event}"
+        title = f"{self.bundle.path.name} on {self.model}\n{self.bundle.event}"
         return Sheet(title, ("", ""), rows, (self.verdict, *self.notes, *self.advice), wide=("",))

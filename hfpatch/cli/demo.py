@@ -15,8 +15,7 @@ def demo(json: Json = False) -> None:
 
     from hfpatch.lab.tiny import rescale, tiny_model
     from hfpatch.patching.announce import announcement
-    from hfpatch.patching.apply import apply
-    from hfpatch.patching.plan import plan
+    from hfpatch.patching.apply import apply, plan
     from hfpatch.patching.status import status
 
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from hfpatch.report import Shown
 
 if TYPE_CHECKING:
     from hfpatch.inspecting.info import ModelInfo
-    from hfpatch.patching.decision import Plan
+    from hfpatch.patching.apply import Plan
     from hfpatch.report import Sheet
 
 
@@ -71,7 +71,7 @@ def inspect(
     broken_patch_files()
     from hfpatch.inspecting.inspect import inspect as look
     from hfpatch.model.source import build_on_meta, load_config
-    from hfpatch.patching.plan import plan
+    from hfpatch.patching.apply import plan
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
     show(Inspected(look(built), plan(built, compute_dtype=compute_dtype)), json)

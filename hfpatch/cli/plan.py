@@ -28,7 +28,7 @@ def plan(
         registry.match(name)  # a wrong name is reported before torch is imported
     quiet_transformers()
     from hfpatch.model.source import build_on_meta, load_config
-    from hfpatch.patching.plan import plan as decide
+    from hfpatch.patching.apply import plan as decide
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
     show(decide(built, only=only, include=include, exclude=exclude, compute_dtype=compute_dtype), json)

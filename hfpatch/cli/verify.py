@@ -95,7 +95,7 @@ def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
     quiet_transformers()
     import torch
 
-    from hfpatch.patching.verifying.verify import CaseResults, prove_patch
+    from hfpatch.patching.verifying.proving import CaseResults, prove_patch
 
     torch.set_num_threads(1)  # the cases are tiny: more threads would be slower
     results = CaseResults(result for patch_id in ids for result in prove_patch(registry.get(patch_id)))

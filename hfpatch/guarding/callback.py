@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,15 @@ from hfpatch.compat.accelerate import says_skipped
 from hfpatch.compat.trainer import EPOCH, SAVE
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, optional, want
-from hfpatch.guarding.checks import check, trained_parameters
+from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
-from hfpatch.guarding.guard import unwrapped, update_parameters
+from hfpatch.guarding.history import OnSpike
+from hfpatch.guarding.inputs import globs
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts
 from hfpatch.guarding.recorder import BOX, Box, Recorder, record_and_raise
+from hfpatch.guarding.stepping import unwrapped, update_parameters
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -59,14 +62,16 @@ class GuardCallback(TrainerCallback, ExportableState):
 
     Args:
         explode_at: Norm, before clipping, above which a step is skipped; None for no limit.
-        spike_at: Multiple of the running median norm above which a step is skipped; None for no limit. A good batch can
-            have some twenty times the median norm (1 of 900 did: SmolLM2 135M, LoRA).
+        spike_at: As for `hfpatch.Guard`, like the three below.
         max_skips: Skips in a row after which training stops with `GuardStop`. Ordinary overflows and steps with zero
             loss and gradients are not counted.
         min_scale: Loss scale below which an overflow is no longer ordinary.
         check_parameters: Check for non-finite weights every this many steps; 0 for only after a non-finite batch.
         verbose: Report skipped steps on stderr.
         black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
+        on_spike: `skip` or `clip`.
+        components: Each log gets `guard/norm/<component>`, of the last step.
+        clear_outside: Clear non-finite gradients of parameters outside the optimizer where a step is skipped.
 
     Raises:
         InputError: An argument is not of its kind.
@@ -74,16 +79,21 @@ class GuardCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        explode_at: float | None = 100.0,
-        spike_at: float | None = 50.0,
+        explode_at: float | None = None,
+        spike_at: float | None = 10.0,
         max_skips: int = 10,
         min_scale: float = 1.0,
         check_parameters: int = 1,
         verbose: bool = True,
         black_box: Box | None = None,
+        *,
+        on_spike: OnSpike = "skip",
+        components: Mapping[str, str | Sequence[str]] | None = None,
+        clear_outside: bool = False,
     ) -> None:
         want("GuardCallback", verbose=(verbose, FLAG), black_box=(black_box, optional(BOX)))
-        self.limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
+        self.limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters, on_spike, clear_outside)
+        self.components = globs(components)
         self.verbose = verbose
         self.black_box = black_box
         self.boxed = black_box is not None
@@ -92,6 +102,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         self.saved: dict[str, Any] | None = None
         self._recent: list[Facts] = []
         self._facts: Facts | None = None
+        self._parts: Callable[[], dict[str, float]] | None = None
         self._methods: list[tuple[Any, str, Callable[..., Any]]] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -99,7 +110,7 @@ class GuardCallback(TrainerCallback, ExportableState):
         """Return the state that the Trainer writes into a checkpoint."""
         if self.judge is not None and not self.judge.open:
             self.saved = self.judge.state_dict()
-        arguments = {**asdict(self.limits), "verbose": self.verbose}
+        arguments = {**asdict(self.limits), "verbose": self.verbose, "components": self.components}
         return {"args": arguments, "attributes": {"saved": self.saved, "boxed": self.boxed}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,6 +136,8 @@ class GuardCallback(TrainerCallback, ExportableState):
         self.judge = Judge(
             parameters, self.limits, micro_batches=args.gradient_accumulation_steps, verbose=self.verbose
         )
+        self.judge.outside = outside(model, inner)
+        self.judge.components = self.components
         exported: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
         saved = (exported[0] if isinstance(exported, list) else exported or {}).get("attributes", {}).get("saved")
         if saved is not None and state.global_step > 0:
@@ -155,11 +168,12 @@ class GuardCallback(TrainerCallback, ExportableState):
         """Put the Trainer's methods back, and check the weights.
 
         Raises:
-            GuardStop: A weight is not finite.
+            GuardStop: A weight is not finite, or every step was skipped.
         """
         self._release()
         if self.judge is not None:
             self.judge.require_finite_weights()
+            self.judge.ledger.require_a_step()
 
     def _backward(self, accelerator: Any, model: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         def backward(original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> None:
@@ -185,7 +199,8 @@ class GuardCallback(TrainerCallback, ExportableState):
             verdict = self.judge.decide(scale)
             self._facts = self.judge.read(verdict)
             if self._facts.kind == "stepped":
-                clip_(verdict.grads, max_norm, verdict.norm)
+                clip_(verdict.grads, max_norm, verdict.norm, verdict.limit)
+            self._parts = partial(self.judge.by_component, verdict) if self.components else None
             return verdict.norm
 
         return clip
@@ -217,6 +232,8 @@ class GuardCallback(TrainerCallback, ExportableState):
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self.judge is not None:
             logs.update(_figures(self._recent), **self.judge.ledger.totals())
+            if self._parts is not None:
+                logs.update({f"guard/norm/{name}": norm for name, norm in self._parts().items()})
             self._recent = []
         original(logs, *args, **kwargs)
 

@@ -33,6 +33,12 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return found | strays
 
 
+def outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the model's parameters that require gradients and are not in the optimizer, by name."""
+    mine = parameters_by_id(optimizer)
+    return {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine}
+
+
 def check(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

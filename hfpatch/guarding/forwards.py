@@ -6,7 +6,7 @@ import ast
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hfpatch.compat import hooks
-from hfpatch.compat.checkpointing import is_reentrant
+from hfpatch.compat import checkpointing, hooks
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.code import tree_of
@@ -168,28 +167,22 @@ class Cut:
 
     first: str
     tensors: int
-    measured: bool
 
 
-def cut_stacks(
-    model: nn.Module, inner: nn.Module, settings: Settings | None, batch: Mapping[str, Any] | None
-) -> list[Cut]:
+def cut_stacks(model: nn.Module, inner: nn.Module, settings: Settings | None) -> list[Cut]:
     """Return the stacks of layers that reentrant checkpointing would cut off from the backward pass.
+
+    That is told from the parameters that train before the layers; nothing is run.
 
     Args:
         model: The model as it is trained.
         inner: The model inside all wrappers.
         settings: The training arguments; None if none were passed.
-        batch: A batch on which the model is run once, to see whether the inputs of the layers require gradients. If
-            None, that is told from the parameters that train before the layers.
-
-    Raises:
-        InputError: The model cannot be run on the batch.
     """
     layers = [(clean_name(n), m) for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     stacks: dict[str, list[tuple[str, GradientCheckpointingLayer]]] = {}
     for name, layer in layers:
-        if _reentrant(layer, settings):
+        if is_reentrant(layer, settings):
             stacks.setdefault(name.rpartition(".")[0], []).append((name, layer))
     training = {s: n for s, held in stacks.items() if (n := _trainable(held))}
     if not training:
@@ -197,45 +190,20 @@ def cut_stacks(
     turned_on = any(layer.gradient_checkpointing for _, layer in layers)
     main: Any = getattr(inner, "main_input_name", None)
     # with text as input, transformers makes the embeddings require gradients when it turns checkpointing on
-    if not turned_on and main == "input_ids" and (batch is None or "input_ids" in batch):
+    if (not turned_on and main == "input_ids") or _trains_before(model, inner, layers):
         return []
-    measured = batch is not None and _device(inner).type != "meta"
-    if measured and batch is not None:
-        reached = _reached(inner, {s: [m for _, m in stacks[s]] for s in training}, batch)
-    else:
-        reached = set(training) if _trains_before(model, inner, layers) else set[str]()
-    return [Cut(stacks[s][0][0], count, measured) for s, count in training.items() if s not in reached]
+    return [Cut(stacks[s][0][0], count) for s, count in training.items()]
 
 
-def _reentrant(layer: GradientCheckpointingLayer, settings: Settings | None) -> bool:
+def is_reentrant(layer: GradientCheckpointingLayer, settings: Settings | None) -> bool:
+    """True if a layer is checkpointed by torch's reentrant implementation, or will be with these settings."""
     if layer.gradient_checkpointing:
-        return is_reentrant(layer)
+        return checkpointing.is_reentrant(layer)
     return settings is not None and settings.checkpointing and settings.reentrant
 
 
 def _trainable(layers: list[tuple[str, GradientCheckpointingLayer]]) -> int:
     return sum(p.requires_grad for _, layer in layers for p in layer.parameters())
-
-
-def _reached(inner: nn.Module, stacks: dict[str, list[Any]], batch: Mapping[str, Any]) -> set[str]:
-    """Return the stacks whose first call gets a tensor that requires a gradient, and those that are not called."""
-    seen: dict[str, bool] = {}
-
-    def look_at(stack: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            # only positional arguments count for the reentrant implementation
-            seen.setdefault(stack, any(isinstance(a, torch.Tensor) and a.requires_grad for a in args))
-
-        return look
-
-    handles = [hooks.before(m, look_at(stack)) for stack, layers in stacks.items() for m in layers]
-    try:
-        with torch.enable_grad():
-            _run(inner, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {stack for stack in stacks if seen.get(stack, True)}
 
 
 def _trains_before(model: nn.Module, inner: nn.Module, layers: list[tuple[str, GradientCheckpointingLayer]]) -> bool:

@@ -61,17 +61,33 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.to(device=device, dtype=wide) for norm in found])
 
 
-def clip_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+def wide_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of each tensor, those that pass float32 (beyond 1.8e19) computed in float64; `[len(tensors)]`.
+
+    It waits for the device.
+    """
+    norms = tensor_norms(tensors)
+    if bool(norms.isfinite().all()) or norms.device.type == "mps":
+        return norms
+    wide = [torch.linalg.vector_norm(t, dtype=torch.float64).to(norms.device) for t in tensors]
+    return torch.stack(wide)
+
+
+def clip_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor, limit: Tensor | None = None) -> None:
     """Scale local gradients in place as `torch.nn.utils.clip_grads_with_norm_` does, without a host read.
 
     Args:
         tensors: This rank's parts of the gradients.
-        max_norm: Norm to clip to; with infinity they stay as they are.
-        norm: The total norm of all gradients, 0-dim.
+        max_norm: Norm to clip to; with infinity and no `limit` they stay as they are.
+        norm: The total norm of all gradients, 0-dim; where it is not finite they stay as they are.
+        limit: Another norm to clip to, 0-dim, if it is smaller.
     """
-    if math.isinf(max_norm) or not tensors:
+    if not tensors or (math.isinf(max_norm) and limit is None):
         return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch computes it, to the bit
+    if limit is not None:
+        factor = torch.minimum(factor, torch.clamp(limit.to(norm) / (norm + 1e-6), max=1.0))
+    factor = torch.where(norm.isfinite(), factor, 1.0)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hfpatch.compat.accelerate import says_skipped
-from hfpatch.compat.optimizers import skips_itself
 from hfpatch.deprecated import keywords
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
-from hfpatch.guarding.checks import check, parameters_by_id, trained_parameters
+from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
-from hfpatch.guarding.judge import Judge, Verdict, check_loss
+from hfpatch.guarding.history import OnSpike
+from hfpatch.guarding.inputs import check_loss, globs
+from hfpatch.guarding.judge import Judge, Verdict
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts, Outcome
 from hfpatch.guarding.recorder import BOX, Box, record_and_raise
+from hfpatch.guarding.stepping import check_arguments, keeps_on_device, unwrapped, update_parameters
 from hfpatch.model.walk import root_module
 from hfpatch.report import say
 
@@ -60,10 +64,16 @@ class Guard:
         scaler: A `torch.amp.GradScaler`; accelerate's own is found.
         accelerator: Runs backward; its `sync_gradients` marks the end of a window (`accelerator.accumulate`).
         max_grad_norm: Norm to clip to; None for no clipping.
-        explode_at: Norm, before clipping, above which a step is skipped; None for no limit.
+        explode_at: Norm, before clipping, above which a step is skipped whatever the history; None for no limit.
         accumulation_steps: Micro-batches per step, without an accelerator.
-        spike_at: Multiple of the median norm (last 64 good steps, once there are 16) above which a step is skipped;
-            None for no limit. A good batch can have some twenty times the median (1 of 900 did: SmolLM2 135M, LoRA).
+        spike_at: Multiple of the median norm (64 good steps, once there are 16) above which a step stands out; None
+            for no limit. Healthy batches reach 144 times the median, with a loss as usual (see `guarding/history.py`).
+        on_spike: `skip`: a step that stands out is skipped if its loss is unusual too, or its norm beyond 1,000 times
+            the median; else it is taken, clipped to the median norm. `clip`: it is clipped in any case.
+        components: Globs of parameter names by component, such as `{"encoder": "audio_tower.*"}`; `Outcome.norms` has
+            the gradient norm of each.
+        clear_outside: Clear gradients of parameters outside the optimizer that are not finite, where a step is skipped.
+            They are named in any case.
         divide_loss: Divide each loss by the number of micro-batches. False if losses are already shares of the
             window's loss (sum over tokens, divided by `num_items_in_batch` of the whole window).
         max_skips: Skips in a row after which training stops, without ordinary overflows and zero-gradient steps.
@@ -92,9 +102,12 @@ class Guard:
         scaler: torch.amp.GradScaler | None = None,
         accelerator: Any = None,
         max_grad_norm: float | None = 1.0,
-        explode_at: float | None = 100.0,
+        explode_at: float | None = None,
         accumulation_steps: int = 1,
-        spike_at: float | None = 50.0,
+        spike_at: float | None = 10.0,
+        on_spike: OnSpike = "skip",
+        components: Mapping[str, str | Sequence[str]] | None = None,
+        clear_outside: bool = False,
         divide_loss: bool = True,
         max_skips: int = 10,
         min_scale: float = 1.0,
@@ -109,8 +122,8 @@ class Guard:
         want("guard", accelerator=(accelerator, optional(ACCELERATOR)), group=(group, optional(GROUP)))
         want("guard", divide_loss=(divide_loss, FLAG), on_device=(on_device, optional(FLAG)), verbose=(verbose, FLAG))
         want("guard", black_box=(black_box, optional(BOX)), accumulation_steps=(accumulation_steps, WHOLE))
-        limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters)
-        _check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
+        limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters, on_spike, clear_outside)
+        check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
         self.model = model = root_module(model)
         self.scheduler = scheduler
         self.accelerator = accelerator
@@ -125,8 +138,10 @@ class Guard:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         parameters = trained_parameters(model, self.optimizer)
         self.warnings = check(model, self.optimizer, parameters, scaled=self.scaler is not None)
-        self.on_device = _keeps_on_device(self.optimizer, parameters, on_device)
+        self.on_device = keeps_on_device(self.optimizer, parameters, on_device)
         self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
+        self.judge.outside = outside(model, self.optimizer)
+        self.judge.components = globs(components)
         self.recorder = black_box.attach(model) if black_box is not None else None
         self._pending: _Pending | None = None
         self._owed: bool | None = None
@@ -199,10 +214,11 @@ class Guard:
         If parameters are sharded over ranks, call it on all ranks.
 
         Raises:
-            GuardStop: Too many skips in a row, or a weight is not finite.
+            GuardStop: Too many skips in a row, a weight is not finite, or every step of the run was skipped.
         """
         self._catch_up()
         self.judge.require_finite_weights()
+        self.judge.ledger.require_a_step()
 
     def metrics(self) -> dict[str, float]:
         """Return the counts so far, named `guard/...`."""
@@ -261,7 +277,7 @@ class Guard:
         self._schedule(stepped=stepped)
         self.judge.check_weights(facts)
         record_and_raise(self.recorder, window, self.judge, facts, self.scaler)
-        return Outcome(facts)
+        return Outcome(facts, partial(self.judge.by_component, verdict))
 
     def _act_on_device(self, verdict: Verdict, window: Any) -> Outcome:
         self._clip(verdict)
@@ -280,11 +296,11 @@ class Guard:
             assert pending.facts is not None  # noqa: S101 - _catch_up sets it before it can raise
             return pending.facts
 
-        return Outcome(facts)
+        return Outcome(facts, partial(self.judge.by_component, verdict))
 
     def _clip(self, verdict: Verdict) -> None:
-        if self.max_grad_norm is not None:
-            clip_(verdict.grads, self.max_grad_norm, verdict.norm)
+        if self.max_grad_norm is not None or self.judge.limits.spike_at is not None:
+            clip_(verdict.grads, self.max_grad_norm or math.inf, verdict.norm, verdict.limit)
 
     def _close(self, verdict: Verdict) -> None:
         if self.scaler is not None and verdict.grads:  # a scaler that saw no gradient refuses to update
@@ -320,82 +336,3 @@ class _Pending:
         if self._event is not None:
             self._event.synchronize()
         return self._report.tolist()
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside one that accelerate prepared.
-
-    Raises:
-        InputError: There is no torch optimizer.
-    """
-    inner: Any = optimizer
-    while type(inner).__module__.startswith("accelerate."):
-        inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise InputError(
-            f"guard: want a torch optimizer, or one that accelerate prepared; got {type(optimizer).__name__}"
-        )
-    return inner
-
-
-def update_parameters(judge: Judge, model: nn.Module, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
-    """Pass the optimizer's parameters to the judge if the optimizer has gained or lost some.
-
-    Raises:
-        InputError: See `hfpatch.guarding.checks.check`.
-    """
-    if parameters_by_id(optimizer).keys() != judge.ids:
-        parameters = trained_parameters(model, optimizer)
-        check(model, optimizer, parameters, scaled=scaled)
-        judge.set_parameters(parameters)
-
-
-def _keeps_on_device(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], wanted: bool | None
-) -> bool:
-    fused = skips_itself(optimizer)
-    if fused and isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] != 0 for g in optimizer.param_groups):
-        if wanted:
-            raise InputError(
-                "guard: on_device=True, but SGD with momentum cannot skip by itself: if its first step is skipped, "
-                "torch leaves the momentum uninitialised; use momentum=0 or fused AdamW, or leave on_device out: the "
-                "host then reads the decision once per step"
-            )
-        return False
-    if wanted and not fused:
-        raise InputError(
-            f"guard: on_device=True, but this {type(optimizer).__name__} cannot skip by itself; pass fused=True to the "
-            "optimizer, or leave on_device out: the host then reads the decision once per step"
-        )
-    if wanted is None:
-        return fused and all(p.device.type == "cuda" for p in parameters.values())
-    return wanted
-
-
-def _check_arguments(
-    scheduler: Any,
-    accelerator: Any,
-    accumulation_steps: int,
-    max_grad_norm: float | None,
-    explode_at: float | None,
-    spike_at: float | None,
-    max_skips: int,
-) -> None:
-    inner = getattr(scheduler, "scheduler", scheduler)
-    if inner is not None and "metrics" in inspect.signature(inner.step).parameters:
-        raise InputError(f"guard: {type(inner).__name__} needs a metric; leave scheduler= out and step it yourself")
-    if accelerator is not None and accumulation_steps not in (1, accelerator.gradient_accumulation_steps):
-        raise InputError(
-            f"guard: accumulation_steps={accumulation_steps}, but the accelerator accumulates "
-            f"{accelerator.gradient_accumulation_steps}; leave accumulation_steps= out, the accelerator's is used"
-        )
-    numbers = {
-        "accumulation_steps": accumulation_steps,
-        "max_skips": max_skips,
-        "max_grad_norm": max_grad_norm,
-        "explode_at": explode_at,
-        "spike_at": spike_at,
-    }
-    for name, value in numbers.items():
-        if value is not None and not value > 0:
-            raise InputError(f"guard: {name}={value}; want a number above 0, or None for no limit where there is one")

@@ -40,13 +40,19 @@ class Hazards(Shown):
 
     Attributes:
         model: Class of the model, and its mixed precision.
-        hazards: The hazards found.
-        remarks: Sentences on facts that are good to know, and on what was not checked.
+        hazards: The hazards found, those of a step that was run first.
+        remarks: Sentences on facts that are good to know.
+        measured: Facts that were measured by running the model.
+        read: Facts that were read from modules, code and arguments; nothing was run for them.
+        not_looked_at: Facts that were not looked at, each with the reason.
     """
 
     model: str
     hazards: tuple[Hazard, ...]
     remarks: tuple[str, ...]
+    measured: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    not_looked_at: tuple[str, ...] = ()
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -63,8 +69,15 @@ class Hazards(Shown):
         return iter(self.hazards)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: `{"model", "hazards": [{id, certain, reason, change}], "remarks"}`."""
-        return {"model": self.model, "hazards": [asdict(h) for h in self.hazards], "remarks": list(self.remarks)}
+        """Return plain values for JSON.
+
+        `{"model", "hazards": [{id, certain, reason, change}], "remarks", "measured", "read", "not_looked_at"}`.
+        """
+        return {
+            "model": self.model,
+            "hazards": [asdict(h) for h in self.hazards],
+            **{name: list(getattr(self, name)) for name in ("remarks", "measured", "read", "not_looked_at")},
+        }
 
     def sheet(self) -> Sheet:
         """Return the hazards as a table."""
@@ -72,4 +85,6 @@ class Hazards(Shown):
         count = len(self.hazards) or "no"
         title = f"{self.model}: {count} hazard{'' if count == 1 else 's'}"
         wide = "why, and what to change"
-        return Sheet(title, ("hazard", wide), rows, tuple(f"- {r}." for r in self.remarks), wide=(wide,))
+        looked = {"measured": self.measured, "read": self.read, "not looked at": self.not_looked_at}
+        notes = [f"{word}: {'; '.join(lines)}." for word, lines in looked.items() if lines]
+        return Sheet(title, ("hazard", wide), rows, (*notes, *(f"- {r}." for r in self.remarks)), wide=(wide,))

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hfpatch.given import MAPPING, optional, want
-from hfpatch.guarding import forwards, precision
+from hfpatch.guarding import forwards, measured, precision, rounding
 from hfpatch.guarding.hazard import Hazard, Hazards
+from hfpatch.guarding.measured import Measurement
 from hfpatch.guarding.subject import Subject
 
 MAKE_NO_NAN = ("nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off")
@@ -39,13 +40,14 @@ def check(
         args: `TrainingArguments` or a subclass (TRL's SFTConfig), or a dict with such keys. For your own loop:
             `{"fp16": True}` for autocast with a GradScaler, `"gradient_accumulation_steps"`, and so on.
         optimizer: The optimizer, if it exists already; None for the one that `args` name.
-        batch: A batch from the collator, on any device. With it the loss is computed twice, and once more if layers are
-            checkpointed; without it, the code is read instead. Leave it out if one rank alone cannot run the model
-            (FSDP).
+        batch: A batch from the collator, on any device. With it a training step is run up to its gradients, and
+            everything is put back: the loss, errors, gradients and the weights that a step would move are measured.
+            It costs one forward and backward pass, two more forward passes if the loss may not be divided, and one
+            more step for each piece of advice that is tried. It is not used if one rank alone cannot run the model.
         device: The device of the training; None for the device of the model, or a GPU if the model is on the CPU.
 
     Returns:
-        The hazards, and remarks on what was not checked.
+        The hazards, and lists of the facts that were measured, read, and not looked at.
 
     Raises:
         InputError: A value in `args` does not fit its key; the model cannot be run on the batch; no such device.
@@ -53,16 +55,20 @@ def check(
     """
     want("check", batch=(batch, optional(MAPPING)))
     subject = Subject(model, args, optimizer, batch, device)
+    step = Measurement(subject, batch) if batch is not None and subject.alone is None and subject.loaded else None
     found = [
         *_nothing_trains(subject),
+        *([] if step is None else _of_the_step(step)),
         *precision.float16_parameters(subject),
         *precision.bfloat16_under_scaler(subject),
         *precision.eps_of_adam(subject),
         *precision.quantised_in_float16(subject),
         *precision.no_bfloat16(subject),
         *precision.left_padding(subject),
-        *_loss_not_divided(subject),
-        *_checkpointing(subject),
+        *_loss_not_divided(subject, step),
+        *([] if step is not None else _checkpointing(subject)),
+        *rounding.buffers(subject),
+        *rounding.evaluation(subject),
         *_clipping(subject),
     ]
     remarks = list(_remarks(subject))
@@ -76,7 +82,53 @@ def check(
             remarks.append(f"logging_nan_inf_filter is on, as by default: {hides}; with False it shows the NaN")
     mixed = subject.settings.precision if subject.settings is not None else "no"
     name = type(subject.inner).__name__ + ("" if mixed == "no" else f", {mixed} mixed precision")
-    return Hazards(name, tuple(found), tuple(remarks))
+    return Hazards(
+        name,
+        tuple(found),
+        tuple(remarks),
+        measured=() if step is None else tuple(step.said),
+        read=tuple(_read(subject, step)),
+        not_looked_at=tuple(_not_looked_at(subject, step)),
+    )
+
+
+def _of_the_step(step: Measurement) -> Iterator[Hazard]:
+    yield from measured.error(step)
+    yield from measured.loss(step)
+    yield from measured.gradients(step)
+    yield from measured.joins(step)
+    yield from rounding.moved(step)
+    yield from rounding.accumulation(step)
+
+
+def _read(subject: Subject, step: Measurement | None) -> Iterator[str]:
+    """What was read, not run."""
+    yield "dtypes, quantisation, attention implementations"
+    if subject.loaded:
+        yield "buffers, against those that from_pretrained leaves"
+    if subject.settings is not None:
+        yield "the training arguments"
+    if subject.optimizer is not None or subject.settings is not None:
+        yield "the optimizer's options"
+    if subject.settings is not None and step is None:
+        yield "the code of forward, for the division of the loss and for checkpointing"
+
+
+def _not_looked_at(subject: Subject, step: Measurement | None) -> Iterator[str]:
+    if subject.batch is None or step is None:
+        why = "no batch=" if subject.batch is None else subject.alone or "built from a config, without weights"
+        yield f"the first loss, errors in forward and backward, gradients, weights that a step moves: {why}"
+    elif step.step.raised is not None:
+        yield "the loss and the gradients: the step raised"
+    else:
+        yield from measured.missing(step)
+    if subject.settings is None:
+        yield "precision, accumulation, clipping, the log: no training arguments"
+    elif subject.settings.ignored:
+        more = ", ..." if len(subject.settings.ignored) > SHOWN else ""
+        yield f"{', '.join(subject.settings.ignored[:SHOWN])}{more}: no keys of TrainingArguments"
+    if subject.device is None:
+        yield "what the card can do: no GPU here and no device named"
 
 
 def _nothing_trains(subject: Subject) -> Iterator[Hazard]:
@@ -89,10 +141,13 @@ def _nothing_trains(subject: Subject) -> Iterator[Hazard]:
         )
 
 
-def _loss_not_divided(subject: Subject) -> Iterator[Hazard]:
+def _loss_not_divided(subject: Subject, step: Measurement | None) -> Iterator[Hazard]:
     settings = subject.settings
+    if step is not None and step.step.raised is not None:
+        return
+    batch = None if step is None else step.batch
     times = 1 if settings is None or settings.smoothing else settings.accumulation * settings.processes
-    found = forwards.undivided_loss(subject.inner, subject.batch) if times > 1 else None
+    found = forwards.undivided_loss(subject.inner, batch) if times > 1 else None
     if settings is None or found is None:
         return
     ranks = f" on {settings.processes} processes" if settings.processes > 1 else ""
@@ -112,10 +167,10 @@ def _checkpointing(subject: Subject) -> Iterator[Hazard]:
 
     known = {f.name for f in fields(TrainingArguments)}
     key = next(k for k in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs") if k in known)
-    for cut in forwards.cut_stacks(subject.model, subject.inner, subject.settings, subject.batch):
+    for cut in forwards.cut_stacks(subject.model, subject.inner, subject.settings):
         yield Hazard(
             "checkpointing-cuts-off",
-            certain=cut.measured,
+            certain=False,
             reason=f"reentrant checkpointing begins at {cut.first}, and the input of that layer requires no gradient: "
             f"the {cut.tensors} trained parameters in these layers get no gradient, silently if a head trains as well",
             change=f"{key}={{'use_reentrant': False}}, or model.enable_input_require_grads()",
@@ -133,18 +188,10 @@ def _clipping(subject: Subject) -> Iterator[Hazard]:
 
 
 def _remarks(subject: Subject) -> Iterator[str]:
-    settings = subject.settings
     if not subject.loaded:
         yield (
             "built from a config: all parameters are taken as trained, in the dtype of the checkpoint; adapters, "
             "frozen parts and another dtype= are not known"
         )
-    if settings is None:
-        yield "no training arguments: precision, accumulation, clipping and the log were not checked"
-    elif settings.ignored:
-        more = ", ..." if len(settings.ignored) > SHOWN else ""
-        yield f"not keys of TrainingArguments, and not checked: {', '.join(settings.ignored[:SHOWN])}{more}"
-    if subject.device is None:
-        yield "no GPU here and no device named: the capabilities of the GPU were not checked"
-    elif subject.device.type == "cpu" and subject.scaled:
+    if subject.settings is not None and subject.device is not None and subject.device.type == "cpu" and subject.scaled:
         yield "on the CPU accelerate ignores fp16=True: it trains without autocast and without a GradScaler"

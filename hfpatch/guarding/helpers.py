@@ -12,7 +12,7 @@ from hfpatch.deprecated import renamed
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, REAL, TENSOR, shown, want
 from hfpatch.guarding.checks import clean_name
-from hfpatch.guarding.gradient_norms import local_part, tensor_norms
+from hfpatch.guarding.gradient_norms import local_part, wide_norms
 from hfpatch.model.walk import root_module
 from hfpatch.report import Sheet, Shown, finite
 
@@ -159,7 +159,7 @@ def _measured(grads: list[Tensor]) -> tuple[list[float], float, float]:
     local = [part for part, _, _ in pieces]
     bad = torch.stack([(~g.isfinite()).sum().to(device=device, dtype=real) for g in local])
     sizes = torch.tensor([float(g.numel()) for g in local], dtype=real, device=device)
-    squares = tensor_norms(local).to(real).square() * shares
+    squares = wide_norms(local).to(real).square() * shares
     found = torch.cat([squares, (bad * shares).sum().reshape(1), (sizes * shares).sum().reshape(1)])
     if sharded:
         dist.all_reduce(found)

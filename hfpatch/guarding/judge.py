@@ -8,29 +8,26 @@ decide alike.
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hfpatch.errors import InputError
-from hfpatch.given import NUMBER, Kind, optional, want
 from hfpatch.guarding.gradient_norms import local_part, tensor_norms
+from hfpatch.guarding.history import History
+from hfpatch.guarding.inputs import check_loss, is_zero
 from hfpatch.guarding.ledger import NAMED, Ledger, Limits
 from hfpatch.guarding.outcome import Facts, Reason
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-TOKENS = Kind("a number of tokens", lambda v: v.numel() == 1 if isinstance(v, torch.Tensor) else NUMBER.fits(v))
-WINDOW = 64
-"""Good steps in the running median."""
-WARMUP = 16
-"""Good steps before a norm can be called a spike."""
 HEAD = 10
 """Numbers before the sums of squares in the tensor that the ranks reduce: bad losses, non-empty micro-batches,
 micro-batches, loss, weights that are not finite, loss without NaN, NaN losses, micro-batches with `tokens=0`; then
 the micro-batches that are empty if every gradient is 0, and how many of those have a NaN loss."""
-RUINED, SKIP = 4, -2
+RUINED, LEARNED, TOTAL, MEDIAN, CLIP, SKIP = 4, 5, -8, -7, -4, -2
 """Indices in a report."""
 
 
@@ -39,17 +36,23 @@ class Verdict(NamedTuple):
 
     Attributes:
         skip: True to skip the step, bool, 0-dim.
+        limit: Norm to clip to, 0-dim, because the step stands out; infinite if it does not.
         norm: L2 norm of all gradients, 0-dim; if none is sharded, the norm of this rank's gradients as torch sums it.
         report: The figures, in the order of `Ledger.record`.
         squares: Sum of squares of each gradient over all ranks, `[parameters]`.
         grads: This rank's parts of the gradients.
+        weights: The share with which each of them counts in a sum over all ranks.
+        places: The index of each in the list of parameters.
     """
 
     skip: Tensor
+    limit: Tensor
     norm: Tensor
     report: Tensor
     squares: Tensor
     grads: list[Tensor]
+    weights: tuple[float, ...]
+    places: tuple[int, ...]
 
 
 class Judge:
@@ -61,6 +64,10 @@ class Judge:
         micro_batches: Micro-batches in a window; with 1 no norm is computed after each micro-batch.
         group: Process group of the ranks that decide together; None for all ranks.
         verbose: Report skipped steps on stderr (rank 0).
+
+    Attributes:
+        outside: Parameters of the model that train and are not judged, by name.
+        components: Globs of parameter names, by component.
 
     Raises:
         InputError: The ranks hold different numbers of parameters.
@@ -84,10 +91,9 @@ class Judge:
         dist = torch.distributed
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.ledger = Ledger(self.names, limits, verbose=verbose)
-        self._norms: list[float] = []
-        self._good_steps = 0
-        self._ring: Tensor | None = None
-        self._good: Tensor | None = None
+        self.outside: dict[str, nn.Parameter] = {}
+        self.components: dict[str, tuple[str, ...]] = {}
+        self.history = History(limits.spike_at, limits.on_spike)
         self._ruined: Tensor | None = None
         self._losses: list[Tensor] = []
         self._empties: list[Tensor | None] = []
@@ -126,7 +132,7 @@ class Judge:
         self._losses.append(value)
         self._told.append(tokens is not None)
         if tokens is not None:
-            self._empties.append(_is_zero(tokens, value.device))
+            self._empties.append(is_zero(tokens, value.device))
         elif self.micro_batches > 1:
             after = self._local_norms()
             before = self._before if self._before is not None else torch.zeros_like(after)
@@ -161,11 +167,12 @@ class Judge:
         grads = [local for local, _, _ in pieces]
         device = grads[0].device if grads else self._losses[0].device
         real = torch.float32 if device.type == "mps" else torch.float64
+        weights = tuple(weight for _, weight, _ in pieces)
         norms = tensor_norms(grads) if grads else torch.zeros(1, device=device)
         norm = torch.linalg.vector_norm(norms)
         squares = torch.zeros(len(self.parameters), dtype=real, device=device)
         if grads:
-            share = self._shares(tuple(weight for _, weight, _ in pieces), device)
+            share = self._shares(weights, device)
             part = norms.to(real).square() * share
             squares = (
                 part if len(places) == len(squares) else squares.index_copy(0, self._index(tuple(places), device), part)
@@ -179,7 +186,17 @@ class Judge:
         total = squares.sum().sqrt() if self.world > 1 or sharded else norm.to(real)
         verdict = self._report(head, total, scale)
         self._losses, self._empties, self._told, self._before = [], [], [], None
-        return Verdict(verdict[SKIP] > 0, total.float() if sharded else norm, verdict, squares, grads)
+        limit = verdict[MEDIAN].masked_fill(verdict[CLIP] == 0, math.inf)
+        return Verdict(
+            verdict[SKIP] > 0,
+            limit,
+            total.float() if sharded else norm,
+            verdict,
+            squares,
+            grads,
+            weights,
+            tuple(places),
+        )
 
     def _head(self, device: torch.device, real: torch.dtype) -> Tensor:
         losses = torch.stack([x.to(device=device, dtype=real) for x in self._losses])
@@ -198,25 +215,18 @@ class Judge:
         return torch.stack([bad, filled, count, losses.sum() / self.world, ruined, learned, *sums])
 
     def _report(self, head: Tensor, total: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the report: head less its last two figures, total, median, exploded, spiked, scale, skip, unfilled."""
+        """Return head less its last two figures, total, median, exploded, spiked, clipped, scale, skip, unfilled."""
         busy = (total != 0).to(head)
         doubtful, doubtful_bad = head[-2] * busy, head[-1] * busy
         head = torch.cat([torch.stack([head[0] + doubtful_bad, head[1] + doubtful]), head[2:-2]])
-        ring, good = self._memory(total)
-        count = good.clamp(max=WINDOW)
-        median = ring.sort().values.gather(0, ((count - 1) // 2).clamp(min=0).reshape(1))[0]
-        never = torch.zeros_like(total, dtype=torch.bool)
-        explode, spike = self.limits.explode_at, self.limits.spike_at
-        exploded = never if explode is None else total > explode
-        spiked = never if spike is None else (count >= WARMUP) & (median > 0) & (total > spike * median)
+        place = self.history.place(total, head[LEARNED])
+        explode = self.limits.explode_at
+        exploded = torch.zeros_like(place.skip) if explode is None else total > explode
         unfilled = head[1] == 0
-        skip = (head[0] > 0) | ~total.isfinite() | exploded | spiked | unfilled | (head[RUINED] > 0)
-        here = torch.arange(WINDOW, device=ring.device) == good % WINDOW
-        self._ring = torch.where(here & ~skip, total, ring)
-        self._good = good + (~skip).to(good)
+        skip = (head[0] > 0) | ~total.isfinite() | exploded | place.skip | unfilled | (head[RUINED] > 0)
+        self.history.add(total, head[LEARNED], ~skip)
         loss_scale = torch.full_like(total, math.nan) if scale is None else scale.to(total)
-        median = median.masked_fill(count < WARMUP, math.nan)
-        flags = [total, median, exploded, spiked, loss_scale, skip, unfilled]
+        flags = [total, place.median, exploded, place.skip, place.clip & ~skip, loss_scale, skip, unfilled]
         return torch.cat([head, torch.stack([f.to(total) for f in flags])])
 
     def read(self, verdict: Verdict, figures: list[float] | None = None) -> Facts:
@@ -229,7 +239,41 @@ class Judge:
         report = verdict.report.tolist() if figures is None else figures
         if report[RUINED]:
             self._stop()
-        return self.ledger.record(report, verdict.squares.tolist() if report[SKIP] else ())
+        if not report[SKIP]:
+            return self.ledger.record(report, ())
+        squares = verdict.squares
+        if not math.isfinite(report[TOTAL]) and not report[0]:
+            squares = self._wide_squares(verdict)
+            report = [*report]
+            report[TOTAL] = float(squares.sum().sqrt())
+        return self.ledger.record(report, squares.tolist(), self._outside_nonfinite())
+
+    def _wide_squares(self, verdict: Verdict) -> Tensor:
+        """Return the sums of squares of a skipped step in float64: those of finite gradients can pass float32."""
+        if verdict.squares.device.type == "mps" or not verdict.grads:
+            return verdict.squares
+        weights = torch.tensor(verdict.weights, dtype=torch.float64, device=verdict.squares.device)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(weights.device) for g in verdict.grads]
+        squares = torch.zeros_like(verdict.squares)
+        squares[torch.tensor(verdict.places, device=squares.device)] = torch.stack(norms).square() * weights
+        if self.world > 1:
+            torch.distributed.all_reduce(squares, group=self.group)
+        return squares
+
+    def _outside_nonfinite(self) -> tuple[str, ...]:
+        """Return the parameters outside the optimizer whose gradients are not finite; clear these if asked to."""
+        bad = {n: p for n, p in self.outside.items() if p.grad is not None and not bool(p.grad.isfinite().all())}
+        for parameter in bad.values() if self.limits.clear_outside else ():
+            parameter.grad = None
+        return tuple(bad)
+
+    def by_component(self, verdict: Verdict) -> dict[str, float]:
+        """Return the gradient norm of each of `components`, read from the device."""
+        squares = dict(zip(self.names, verdict.squares.tolist(), strict=True))
+        return {
+            part: math.sqrt(sum(s for n, s in squares.items() if any(fnmatchcase(n, glob) for glob in globs)))
+            for part, globs in self.components.items()
+        }
 
     def check_weights(self, facts: Facts | None) -> Tensor | None:
         """Check, after a step or a skip, whether a weight is not finite, if `limits.check_parameters` asks for it.
@@ -312,23 +356,14 @@ class Judge:
             )
         return {
             **self.ledger.state_dict(),
-            "good_steps": self._good_steps if self._good is None else int(self._good),
-            "norms": self._norms if self._ring is None else [None if math.isnan(n) else n for n in self._ring.tolist()],
+            **self.history.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self.ledger.load_state_dict(saved)
-        self._good_steps = saved["good_steps"]
-        self._norms = [math.nan if n is None else n for n in saved["norms"]]
-        self._ring = self._good = self._ruined = None
-
-    def _memory(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        if self._ring is None or self._good is None:
-            known = self._norms or [math.nan] * WINDOW
-            self._ring = torch.tensor(known, dtype=like.dtype, device=like.device)
-            self._good = torch.tensor(self._good_steps, device=like.device)
-        return self._ring, self._good
+        self.history.load_state_dict(saved)
+        self._ruined = None
 
     def _local_norms(self) -> Tensor:
         grads = [(i, local_part(g, 1)[0]) for i, p in enumerate(self.parameters) if (g := p.grad) is not None]
@@ -363,22 +398,3 @@ class Judge:
                 f"guard: this rank trains {mine} parameters, other ranks {least} to {most}; ranks with different "
                 "layers (pipeline stages) cannot decide together: pass group= with the ranks that hold the same layers"
             )
-
-
-def check_loss(loss: Any, tokens: Any = None) -> None:
-    """Raise unless the loss is a tensor of one number, and the tokens one number or None.
-
-    Raises:
-        InputError: The loss or the number of tokens is not one number.
-    """
-    want("guard", tokens=(tokens, optional(TOKENS)))
-    if not isinstance(loss, torch.Tensor):
-        raise InputError(f"guard: want a loss, a tensor of one number; got {type(loss).__name__}; pass output.loss")
-    if loss.numel() != 1:
-        raise InputError(f"guard: want a loss of one number; got shape {tuple(loss.shape)}; reduce it first")
-
-
-def _is_zero(tokens: Tensor | int, device: torch.device) -> Tensor:
-    if isinstance(tokens, torch.Tensor):
-        return tokens.to(device).reshape(()) == 0
-    return torch.full((), tokens == 0, dtype=torch.bool, device=device)

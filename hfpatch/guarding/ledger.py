@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfpatch.errors import GuardStop
-from hfpatch.given import NUMBER, REAL, WHOLE, optional, want
+from hfpatch.given import FLAG, NUMBER, REAL, WHOLE, Kind, optional, want
+from hfpatch.guarding.history import OnSpike
 from hfpatch.guarding.outcome import ADVICE, Facts, Reason
 from hfpatch.report import say
 
+ON_SPIKE = Kind("'skip' or 'clip'", lambda v: v in ("skip", "clip"))
+FLOAT32 = 1.8e19
+"""Norm beyond which a sum of squares passes float32."""
 NAMED = 3
 """Parameters named in a message."""
 RECENT = 64
@@ -23,16 +27,19 @@ RECENT = 64
 class Limits:
     """When to skip and when to stop; documented in `Guard`."""
 
-    explode_at: float | None = 100.0
-    spike_at: float | None = 50.0
+    explode_at: float | None = None
+    spike_at: float | None = 10.0
     max_skips: int = 10
     min_scale: float = 1.0
     check_parameters: int = 1
+    on_spike: OnSpike = "skip"
+    clear_outside: bool = False
 
     def __post_init__(self) -> None:
         want("guard", explode_at=(self.explode_at, optional(REAL)), spike_at=(self.spike_at, optional(REAL)))
         want("guard", max_skips=(self.max_skips, WHOLE), min_scale=(self.min_scale, NUMBER))
-        want("guard", check_parameters=(self.check_parameters, WHOLE))
+        want("guard", check_parameters=(self.check_parameters, WHOLE), clear_outside=(self.clear_outside, FLAG))
+        want("guard", on_spike=(self.on_spike, ON_SPIKE))
 
 
 class Ledger:
@@ -48,6 +55,7 @@ class Ledger:
         skips: Skipped windows, by reason.
         in_row: Skipped windows in a row.
         empty: Empty micro-batches so far.
+        clipped: Steps so far that stood out and were clipped to the median norm.
         history: The last skipped windows, oldest first, without overflows and windows with zero loss and gradients.
         recent: The last windows, oldest first.
     """
@@ -60,19 +68,21 @@ class Ledger:
         self.skips: Counter[Reason] = Counter()
         self.in_row = 0
         self.empty = 0
+        self.clipped = 0
         self.history: deque[Facts] = deque(maxlen=max(limits.max_skips, 20))
         self.recent: deque[Facts] = deque(maxlen=RECENT)
         self._stop: str | None = None
 
-    def record(self, report: Sequence[float], squares: Sequence[float]) -> Facts:
+    def record(self, report: Sequence[float], squares: Sequence[float], outside: Sequence[str] = ()) -> Facts:
         """Count a window.
 
         Args:
             report: The figures, in the order of `Judge`.
             squares: Sum of squares of each parameter's gradient; read only if the step was skipped.
+            outside: Parameters outside the optimizer whose gradients are not finite.
         """
         bad, filled, count, loss, ruined, learned, nans, told, *judged = report
-        total, median, exploded, spiked, scale, skip, unfilled = judged
+        total, median, exploded, spiked, clipped, scale, skip, unfilled = judged
         self.steps += 1
         reason = None
         if skip and unfilled:
@@ -90,8 +100,10 @@ class Ledger:
             scale=None if math.isnan(scale) else scale,
             empty=round(count - filled),
             micro_batches=round(count),
-            blame=() if reason is None else self._blame(reason, [math.sqrt(s) for s in squares]),
+            blame=() if reason is None else self._blame(reason, [math.sqrt(s) for s in squares], outside),
+            clipped=bool(clipped),
         )
+        self._count_clipped(facts)
         self.empty += facts.empty
         self.recent.append(facts)
         if reason is None:
@@ -130,6 +142,7 @@ class Ledger:
         return {
             "guard/skipped": float(sum(named.values())),
             "guard/overflows": float(self.skips[Reason.OVERFLOW]),
+            "guard/clipped": float(self.clipped),
             "guard/empty_micro_batches": float(self.empty),
             **{f"guard/skipped_{r.name.lower()}": float(n) for r, n in named.items()},
         }
@@ -141,12 +154,14 @@ class Ledger:
             "skips": {r.name: n for r, n in self.skips.items()},
             "in_row": self.in_row,
             "empty": self.empty,
+            "clipped": self.clipped,
             "history": [f.to_dict() for f in self.history],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self.steps, self.in_row, self.empty = saved["steps"], saved["in_row"], saved["empty"]
+        self.clipped = saved.get("clipped", 0)
         self.skips = Counter({Reason[name]: n for name, n in saved["skips"].items()})
         self.history.clear()
         self.history.extend(Facts.from_dict(f) for f in saved["history"])
@@ -158,20 +173,46 @@ class Ledger:
             if math.isnan(scale):
                 return Reason.GRADIENTS
             return Reason.COLLAPSED if scale < self.limits.min_scale else Reason.OVERFLOW
-        if exploded:
+        if exploded or total > FLOAT32:
             return Reason.EXPLOSION
         return Reason.SPIKE if spiked else Reason.PARAMETERS
 
-    def _blame(self, reason: Reason, norms: list[float]) -> tuple[str, ...]:
+    def _blame(self, reason: Reason, norms: list[float], outside: Sequence[str]) -> tuple[str, ...]:
+        found: list[str] = []
+        broken = [n for n, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
         if reason in (Reason.EXPLOSION, Reason.SPIKE):
             largest = sorted(zip(norms, self.names, strict=True), reverse=True)[:NAMED]
-            return ("largest gradients: " + ", ".join(f"{name} ({norm:.3g})" for norm, name in largest),)
-        broken = [n for n, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
-        if not broken or reason is Reason.OVERFLOW:
-            return ()
-        # backward runs from the last layer to the first, so the last bad gradient in model order came first
-        nearest = ", ".join(broken[: -NAMED - 1 : -1])
-        return (f"{len(broken)} of {len(norms)} gradients not finite, nearest the loss: {nearest}",)
+            found.append("largest gradients: " + ", ".join(f"{name} ({norm:.3g})" for norm, name in largest))
+        elif broken and reason is not Reason.OVERFLOW:
+            # backward runs from the last layer to the first, so the last bad gradient in model order came first
+            nearest = ", ".join(broken[: -NAMED - 1 : -1])
+            found.append(f"{len(broken)} of {len(norms)} gradients not finite, nearest the loss: {nearest}")
+        if outside:
+            done = "cleared" if self.limits.clear_outside else "left as they are (clear_outside=True clears them)"
+            found.append(
+                f"{len(outside)} gradients of parameters outside the optimizer are not finite either: "
+                f"{', '.join(outside[:NAMED])}; {done}"
+            )
+        return tuple(found)
+
+    def require_a_step(self) -> None:
+        """Raise if there were steps and every one was skipped.
+
+        Raises:
+            GuardStop: The run has changed no weight.
+        """
+        if self.steps and sum(self.skips.values()) == self.steps:
+            kinds = ", ".join(f"{n} x {r}" for r, n in self.skips.items())
+            advice = [f"{r}: {ADVICE[r]}" for r in self.skips]
+            message = f"guard: every one of {self.steps} steps was skipped ({kinds}): the run has changed no weight"
+            raise GuardStop("\n".join([message, *advice]), tuple(self.history))
+
+    def _count_clipped(self, facts: Facts) -> None:
+        if not facts.clipped:
+            return
+        self.clipped += 1
+        if self.verbose and self.clipped == 1:
+            say([f"guard: {facts}; further such steps are counted but not reported"])
 
     def _count(self, facts: Facts, reason: Reason) -> None:
         self.skips[reason] += 1

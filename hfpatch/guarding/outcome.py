@@ -66,6 +66,7 @@ class Facts:
         scale: Loss scale of the backward pass; None without a GradScaler.
         empty: Number of micro-batches that are empty (no supervised token, or zero loss and gradients), over all ranks.
         micro_batches: Number of micro-batches in the window, over all ranks.
+        clipped: True if its norm stood out and its gradients were clipped to the median norm.
         blame: Sentences that name the parameters at fault, for a skipped step.
         learned: As `loss`, from the micro-batches whose loss is not NaN, scaled to the whole window. NaN if all are.
     """
@@ -81,6 +82,7 @@ class Facts:
     micro_batches: int = 0
     blame: tuple[str, ...] = ()
     learned: float | None = None
+    clipped: bool = False
 
     @property
     def code(self) -> str | None:
@@ -102,7 +104,8 @@ class Facts:
             figures += f", scale {self.scale:g}"
         if self.empty:
             figures += f", {self.empty} of {self.micro_batches} micro-batches empty"
-        head = "stepped" if self.reason is None else f"skipped, {self.reason}"
+        stepped = "stepped, clipped to the median norm" if self.clipped else "stepped"
+        head = stepped if self.reason is None else f"skipped, {self.reason}"
         return f"step {self.step}: {head}: {figures}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,12 +127,21 @@ class Outcome(Shown):
 
     Args:
         facts: The facts, or a function that waits for them and returns them.
+        norms: Returns the gradient norm of each component.
     """
 
-    __slots__ = ("_facts",)
+    __slots__ = ("_facts", "_norms")
 
-    def __init__(self, facts: Facts | Callable[[], Facts]) -> None:
+    def __init__(
+        self, facts: Facts | Callable[[], Facts], norms: Callable[[], dict[str, float]] = dict[str, float]
+    ) -> None:
         self._facts = facts
+        self._norms = norms
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """Gradient norm of each of the guard's `components`, unscaled and before clipping; read from the device."""
+        return self._norms()
 
     @property
     def facts(self) -> Facts:

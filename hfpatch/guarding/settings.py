@@ -34,6 +34,9 @@ class Settings:
         checkpointing: True if the Trainer turns activation checkpointing on.
         reentrant: True if checkpointing uses torch's reentrant implementation.
         cpu: True if it trains on the CPU.
+        rate: Learning rate, at its highest.
+        decay: Weight decay.
+        full_eval: `fp16` or `bf16` if evaluation casts the model to it; else empty.
         ignored: Keys that TrainingArguments does not have.
     """
 
@@ -48,6 +51,9 @@ class Settings:
     checkpointing: bool
     reentrant: bool
     cpu: bool
+    rate: float = 5e-5
+    decay: float = 0.0
+    full_eval: str = ""
     ignored: tuple[str, ...] = ()
 
     @property
@@ -102,6 +108,9 @@ def read_settings(args: Any) -> Settings:
         # without kwargs transformers uses the non-reentrant implementation; with some, torch's default is reentrant
         reentrant=bool(kwargs) and kwargs.get("use_reentrant", True) is not False,
         cpu=read.boolean("use_cpu"),
+        rate=read.number("learning_rate"),
+        decay=read.number("weight_decay"),
+        full_eval=next((name for name in ("fp16", "bf16") if read.boolean(f"{name}_full_eval")), ""),
         ignored=tuple(k for k in given if k not in _defaults() and k not in ("mixed_precision", "world_size")),
     )
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.guarding.checks import clean_name, trained_parameters
+from hfpatch.guarding.forwards import is_reentrant
 from hfpatch.guarding.settings import Settings, read_settings
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
-from hfpatch.model.wrapping import unwrap
+from hfpatch.model.wrapping import kind_of, unwrap
 
 
 class Subject:
@@ -44,7 +47,7 @@ class Subject:
         self.settings: Settings | None = None if args is None else read_settings(args)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            from hfpatch.guarding.guard import unwrapped
+            from hfpatch.guarding.stepping import unwrapped
 
             self.optimizer = unwrapped(optimizer)
         scaler = getattr(optimizer, "scaler", None)
@@ -66,6 +69,69 @@ class Subject:
         config: Any = peek(self.inner, "config")
         asked: Any = getattr(config, "quantization_config", None)
         return dict(asked) if isinstance(asked, Mapping) else None if asked is None else dict(vars(asked))
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Dtype of the autocast region it is trained in; None without one."""
+        precision = "no" if self.settings is None else self.settings.precision
+        if precision == "fp16" and self.device is not None and self.device.type == "cpu":
+            return None  # accelerate ignores it there
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+
+    @cached_property
+    def checkpoints_reentrant(self) -> bool:
+        """True if a layer is checkpointed already, by torch's reentrant implementation."""
+        layers = (m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer))
+        return any(is_reentrant(m, None) for m in layers)
+
+    @property
+    def alone(self) -> str | None:
+        """Why one rank alone cannot run the model; None if it can."""
+        for module in self.survey.modules.values():
+            if (kind := kind_of(type(module))) in ("FSDP", "FSDP2", "DeepSpeed"):
+                return f"the model is sharded by {kind}, and one rank alone cannot run it"
+        return None
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """True if a checkpoint's name or folder is known for the model."""
+        return self.loaded and bool(getattr(self.inner, "name_or_path", ""))
+
+    def one_step(self, parameter: nn.Parameter, gradient: torch.Tensor) -> tuple[torch.Tensor, float] | None:
+        """Return a parameter's values after one step of the optimizer on a copy, and the learning rate.
+
+        Returns:
+            None if the optimizer is not known, or is none of torch's own that can be tried on a copy.
+        """
+        copy = nn.Parameter(parameter.detach().clone())
+        copy.grad = gradient.detach().clone().to(copy.dtype)
+        made = self._twin(parameter, copy)
+        if made is None:
+            return None
+        rate = float(made.param_groups[0]["lr"])
+        made.step()
+        return copy.detach(), rate
+
+    def _twin(self, parameter: nn.Parameter, copy: nn.Parameter) -> torch.optim.Optimizer | None:
+        """Return an optimizer over the copy with the options, at the highest rate, and the state of the parameter's."""
+        if self.optimizer is not None:
+            made: Any = type(self.optimizer)
+            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+            if not made.__module__.startswith("torch.optim."):
+                return None
+            options = {k: v for k, v in group.items() if k not in ("params", "initial_lr")}
+            known = inspect.signature(made).parameters
+            twin = made([copy], **{k: v for k, v in options.items() if k in known})
+            twin.param_groups[0]["lr"] = group.get("initial_lr", group["lr"])
+            state = self.optimizer.state.get(parameter, {})
+            twin.state[copy] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            return twin
+        if self.settings is None:
+            return None
+        rate, decay = self.settings.rate, self.settings.decay
+        if self.settings.is_torch_adam:
+            return torch.optim.AdamW([copy], lr=rate, eps=self.settings.eps, weight_decay=decay)
+        return torch.optim.SGD([copy], lr=rate, weight_decay=decay) if self.settings.optim == "sgd" else None
 
     @property
     def knows_dtypes(self) -> bool:

@@ -20,7 +20,7 @@ from hfpatch.compat import initial
 from hfpatch.compat.modules import buffers, unsaved
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
-from hfpatch.model.walk import inside, starred, stock_class, without_copy
+from hfpatch.model.walk import elements, inside, starred, stock_class, without_copy
 from hfpatch.model.wrapping import plain
 
 HALF = (torch.float16, torch.bfloat16)
@@ -98,7 +98,7 @@ def main_dtype(module: nn.Module) -> torch.dtype:
     sizes: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            sizes[parameter.dtype] += parameter.numel()
+            sizes[parameter.dtype] += elements(parameter)
     return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hfpatch.patching.decision import Decision, Plan
+from hfpatch.patching.decision import Decision, Decisions
 
 
-def announcement(made: Plan) -> list[str]:
+def announcement(made: Decisions) -> list[str]:
     """Two to four lines: the worst news, what was applied where and with which effect, and what else there is."""
     decisions = made.decisions
     lines = [f"hfpatch: {text}" for text in _worst([d for d in decisions if d.worst])]

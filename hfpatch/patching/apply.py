@@ -1,117 +1,122 @@
-"""Plan -> edits with their records, all or nothing; and the handle that takes them back."""
+"""The two verbs: `plan` decides and changes nothing, `apply` carries a plan out, all or nothing."""
 
 from __future__ import annotations
 
-import uuid
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from hfpatch.errors import ApplyError, RefusedError, StalePlanError
+from hfpatch.errors import RefusedError, StalePlanError
 from hfpatch.given import FLAG, want
 from hfpatch.model.walk import root_module
 from hfpatch.patching.announce import announcement
+from hfpatch.patching.applied import Applied
 from hfpatch.patching.arguments import Names, names
-from hfpatch.patching.decision import Decision, Plan, sheet
-from hfpatch.patching.difference import difference
-from hfpatch.patching.edits import Edit, do, kind_of, undo
-from hfpatch.patching.plan import plan
-from hfpatch.patching.records import Record, logged, show
-from hfpatch.patching.status import Status, status_of
-from hfpatch.patching.undo import one_at_a_time, undo_all
-from hfpatch.report import Sheet, Shown, say
+from hfpatch.patching.decision import Decisions
+from hfpatch.patching.plan import decisions
+from hfpatch.patching.preconditions.difference import difference
+from hfpatch.patching.undo import one_at_a_time
+from hfpatch.patching.writing import carry_out
+from hfpatch.report import say
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
-    from hfpatch.patching.verifying.verify import Proof
+
+@dataclass(frozen=True)
+class Origin:
+    """What a plan was made from: the model, which it does not keep alive, and the arguments of `hfpatch.plan`."""
+
+    model: weakref.ref[nn.Module]
+    asking: Mapping[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
-class Applied(Shown):
-    """What an apply did. Printing it shows a table; as a context manager it reverts at the end.
+class Plan(Decisions):
+    """What a set of patches would do to a model. Printing it shows a table, `apply()` carries it out.
 
     Attributes:
-        model: The patched module, the one that was passed.
-        plan: What was planned, decision by decision.
-        id: Names this application in the records the model carries.
+        origin: What it was made from; a copy of a plan, or one that was pickled, has none.
     """
 
-    model: nn.Module
-    plan: Plan
-    id: str
+    origin: Origin | None = field(default=None, compare=False)
 
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """What was changed, in order."""
-        return self.plan.edits
+    def apply(self, *, verbose: bool = True) -> Applied:
+        """Do exactly this to the model it was made for, if the model is still as it was then.
 
-    @property
-    def new_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters the patches added and the model still carries, for the optimizer."""
-        return tuple(p for m, r in self.log() for p in kind_of(r.kind).added(self.model, m, r))
-
-    def log(self) -> list[tuple[nn.Module, Record]]:
-        """Return the records of it that the model carries: each edited module with its record, in the model's order."""
-        return [(module, record) for _, module, record in logged(self.model, self.id)]
-
-    def status(self) -> Status:
-        """Return what has become of this application's edits, by a look at the model."""
-        return status_of(self.model, self.id, compare=False)
-
-    def revert(self) -> None:
-        """Put back everything this application changed; a second call finds nothing to do.
-
-        What somebody else set since stays as it is, and so do tensors that a patch drew and that were trained since;
-        layers that a patch added go, trained or not. Each of these is said on stderr.
-
-        Raises:
-            RevertError: Some edits could not be undone (a compiled model was called meanwhile); all others were.
-        """
-        with one_at_a_time():
-            undo_all(self.model, logged(self.model, self.id))
-
-    def verify(self, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
-        """Run this model on this batch, before and after, against float32 with the same weights.
-
-        Edits that claim to compute the same are measured against the model without them. What changes the function (a
-        projector drawn anew) is in place in every row, and what it did to the loss is said on its own. Where nothing
-        is applied this compares dtypes, as `hfpatch.verify` does.
+        It is made again, and compared with this one. It holds the modules that its edits would change, and only a weak
+        reference to the model, so keep the model yourself.
 
         Args:
-            batch: As for `hfpatch.verify`.
-            runs: As for `hfpatch.verify`, e.g. `["before", "after"]`.
+            verbose: As for `hfpatch.apply`.
 
         Returns:
-            Loss, KL and top-1 for: as it was, patched, and the stock alternatives. Prints as a table.
+            The handle, as `hfpatch.apply` gives it.
 
         Raises:
-            InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
+            StalePlanError: The model has changed, or is gone; nothing was changed.
+            ApplyError: An edit failed; those before it were undone.
+            HfpatchError: As `hfpatch.apply`.
         """
-        from hfpatch.patching.verifying.verify import prove
+        want("plan.apply", verbose=(verbose, FLAG))
+        model = None if self.origin is None else self.origin.model()
+        if self.origin is None or model is None:
+            why = "is a copy, which knows no model" if self.origin is None else f"is of a {self.model} that is gone"
+            raise StalePlanError(f"plan.apply: this plan {why}; make the plan anew: hfpatch.plan(model)")
+        with one_at_a_time():
+            now = plan(model, **self.origin.asking)
+            if (told := difference(self, now)) is not None:
+                raise StalePlanError(
+                    f"plan.apply: the {self.model} is not as it was when this was planned: {told}; nothing was "
+                    "changed; make the plan anew: hfpatch.plan(model)"
+                )
+            return _applied(now, model, self.origin.asking["only"], verbose=verbose)
 
-        return prove(self, batch, runs)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "origin": None}  # a reference to a model cannot be copied
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON: id, plan (`Plan.to_dict`), status (`Status.to_dict`, by a look at the model)."""
-        return {"id": self.id, "plan": self.plan.to_dict(), "status": self.status().to_dict()}
 
-    def sheet(self) -> Sheet:
-        """As a table."""
-        status = self.status()
-        state = "Applied to" if status.edits or not self.edits else "Reverted on"
-        return sheet(f"{state} {self.plan.model}", self.plan, lapsed=status.lapsed_lines() if status.edits else ())
+def plan(
+    model: object,
+    *,
+    only: Names = None,
+    include: Names = None,
+    exclude: Names = None,
+    added_modules: Any = None,
+    compute_dtype: str | torch.dtype | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Plan:
+    """Decide what each patch would do to a loaded model. Changes nothing.
 
-    def __enter__(self) -> Applied:
-        return self
+    Args:
+        model: A module, however wrapped (PEFT, DDP, compile), or an object whose `.model` is one (a Trainer).
+        only: Ids or globs of the patches to consider; those whose condition holds are applied, opt-in ones too.
+        include: Ids or globs of opt-in patches to apply as well; `"suggested"` for all whose condition holds.
+        exclude: Ids or globs of patches to leave out.
+        added_modules: Paths (globs) or modules that are your own additions, where they are not found by themselves.
+        compute_dtype: A dtype the model will be run in and is not in yet.
+        options: `{patch id: {name: value}}`.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.revert()
+    Raises:
+        NotAModelError: `model` holds no torch module.
+        UnknownPatchError: A name that matches no patch.
+        PatchFileError: A name whose file does not load.
+        ConflictError: Two patches want different things of the same place.
+        InputError: Another argument cannot be used.
+    """
+    asking: dict[str, Any] = {
+        "only": only,
+        "include": include,
+        "exclude": exclude,
+        "added_modules": added_modules,
+        "compute_dtype": compute_dtype,
+        "options": options,
+    }
+    made = decisions(model, **asking)
+    origin = Origin(weakref.ref(root_module(model)), asking)
+    return Plan(made.model, made.decisions, made.unknown, made.named, origin)
 
 
 def apply(
@@ -159,29 +164,12 @@ def apply(
             compute_dtype=compute_dtype,
             options=options,
         )
-        check_asked(made, only)
-        applied = carry_out(root_module(model), made)
-    if verbose:
-        say(announcement(applied.plan))
-    return applied
+        return _applied(made, root_module(model), only, verbose=verbose)
 
 
-def apply_plan(made: Plan, *, verbose: bool) -> Applied:
-    """See `Plan.apply`."""
-    want("plan.apply", verbose=(verbose, FLAG))
-    model = None if made.origin is None else made.origin.model()
-    if made.origin is None or model is None:
-        why = "is a copy, which knows no model" if made.origin is None else f"is of a {made.model} that is gone"
-        raise StalePlanError(f"plan.apply: this plan {why}; make the plan anew: hfpatch.plan(model)")
-    with one_at_a_time():
-        now = plan(model, **made.origin.asking)
-        if (told := difference(made, now)) is not None:
-            raise StalePlanError(
-                f"plan.apply: the {made.model} is not as it was when this was planned: {told}; nothing was changed; "
-                "make the plan anew: hfpatch.plan(model)"
-            )
-        check_asked(now, made.origin.asking["only"])
-        applied = carry_out(model, now)
+def _applied(made: Plan, root: nn.Module, only: Names, *, verbose: bool) -> Applied:
+    check_asked(made, only)
+    applied = Applied(root, made, carry_out(root, made))
     if verbose:
         say(announcement(applied.plan))
     return applied
@@ -197,27 +185,3 @@ def check_asked(made: Plan, only: Names) -> None:
         mine = [d for d in made.decisions if d.patch == patch_id]
         if mine and all(d.decided == "refused" for d in mine):
             raise RefusedError(f"{patch_id} was asked for and is refused: {'; '.join(d.reason for d in mine)}")
-
-
-def carry_out(model: nn.Module, made: Plan) -> Applied:
-    """Do what a plan says, all or nothing."""
-    application = uuid.uuid4().hex
-    try:
-        for decision in made.of("applied"):
-            for edit in decision.edits:
-                _do(model, edit, application, decision)
-    except BaseException:
-        for _, module, record in reversed(logged(model, application)):
-            undo(model, module, record)
-        raise
-    return Applied(model, made, application)
-
-
-def _do(model: nn.Module, edit: Edit, application: str, decision: Decision) -> None:
-    try:
-        do(model, edit, application, decision.patch)
-    except Exception as error:
-        raise ApplyError(
-            f"{decision.patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
-            f"({type(error).__name__}: {error}); nothing of it is applied"
-        ) from error

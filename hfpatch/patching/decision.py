@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfpatch.codes import DECISIONS, DecisionCode
 from hfpatch.patching.edits import Edit
+from hfpatch.patching.kinds.states import ABSENT, show
 from hfpatch.patching.language import Decided, Effect
-from hfpatch.patching.records import show
 from hfpatch.report import Sheet, Shown
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hfpatch.patching.apply import Applied
 
 ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
 
@@ -84,14 +78,11 @@ class Decision:
     @property
     def what(self) -> str:
         """The edits in short: count, example path, before -> after."""
-        groups: dict[tuple[str, str, str], list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for e in self.edits:
-            groups.setdefault((e.slot, show(e.before), show(e.after)), []).append(e.path)
-        parts: list[str] = []
-        for (slot, before, after), paths in groups.items():
-            change = f"{slot} -> {after}" if before == "-" else f"{slot} {before} -> {after}"
-            parts.append(f"{len(paths)} x {change}: {_example(paths)}")
-        return "\n".join(parts)
+            was = "" if e.before is ABSENT else f" {show(e.before)}"
+            groups.setdefault(f"{e.slot}{was} -> {show(e.after)}", []).append(e.path)
+        return "\n".join(f"{len(paths)} x {change}: {_example(paths)}" for change, paths in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -110,17 +101,9 @@ class Decision:
         }
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What a plan was made from: the model, which it does not keep alive, and the arguments of `hfpatch.plan`."""
-
-    model: weakref.ref[nn.Module]
-    asking: Mapping[str, Any]
-
-
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
-    """What a set of patches would do to a model. Printing it shows a table, `apply()` carries it out."""
+class Decisions(Shown):
+    """What a set of patches would do to a model, as data; `hfpatch.Plan` is the one that a caller holds."""
 
     model: str
     decisions: tuple[Decision, ...]
@@ -128,37 +111,11 @@ class Plan(Shown):
     """What could not be known, e.g. because the weights are not loaded."""
     named: frozenset[str] = frozenset()
     """Ids of the patches that the caller named in `only=` or `include=`."""
-    origin: Origin | None = field(default=None, compare=False)
-    """What it was made from; a copy of a plan, or one that was pickled, has none."""
 
     @property
     def edits(self) -> tuple[Edit, ...]:
         """Everything that apply would change, in order."""
         return tuple(e for d in self.decisions if d.decided == "applied" for e in d.edits)
-
-    def apply(self, *, verbose: bool = True) -> Applied:
-        """Do exactly this to the model it was made for, if the model is still as it was then.
-
-        It is made again, and held against this one. Of the model it holds the modules that its edits would change and
-        a weak reference to the rest, so keep the model yourself.
-
-        Args:
-            verbose: As for `hfpatch.apply`.
-
-        Returns:
-            The handle, as `hfpatch.apply` gives it.
-
-        Raises:
-            StalePlanError: The model has changed, or is gone; nothing was changed.
-            ApplyError: An edit failed; those before it were undone.
-            HfpatchError: As `hfpatch.apply`.
-        """
-        from hfpatch.patching.apply import apply_plan
-
-        return apply_plan(self, verbose=verbose)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "origin": None}  # a reference to a model cannot be copied
 
     def of(self, decided: Decided) -> tuple[Decision, ...]:
         """The decisions of one kind."""
@@ -177,7 +134,7 @@ class Plan(Shown):
         }
 
 
-def sheet(title: str, plan: Plan, lapsed: Sequence[str] = ()) -> Sheet:
+def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
     """A plan as a table: patch, decision, what changes where, effect.
 
     The worst news comes first, then what is done. What is not needed is one line, but for patches that were named.

@@ -6,7 +6,7 @@ import ast
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,10 @@ from torch import nn
 from hfpatch.compat import accelerate
 from hfpatch.model.code import tree_of
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
+from hfpatch.patching import registry
 from hfpatch.patching.context import Context
-from hfpatch.patching.language import Upstream
+from hfpatch.patching.language import Needed, Refused, Upstream
+from hfpatch.patching.registry import Entry
 
 
 @cache
@@ -72,6 +74,33 @@ def drift(upstream: Iterable[Upstream], context: Context) -> Drift:
             else:
                 foreign[name] = None
     return Drift(dict(sorted(changed.items())), tuple(foreign))
+
+
+def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
+    """Return None where every upstream body is a known one; else the say of the patch's own repro on changed ones."""
+    found = drift(entry.patch.upstream, context)
+    if found.foreign:
+        why = f"it was not proved with {found.foreign[0]}, which no repro of this patch runs"
+        return Refused(why, "changed-upstream")
+    if not found.changed:
+        return None
+    architecture = context.submodel.architecture if context.submodel else ""
+    failure = _repro_fails(entry.id, architecture, tuple(found.changed.items()))
+    names = ", ".join(found.changed)
+    if failure is None:
+        return Needed(f"warning: {names} changed upstream; the patch's repro was run here and is cured")
+    why = f"{names} changed upstream, and the patch's repro is not cured any more: {failure}"
+    return Refused(why, "changed-upstream")
+
+
+@lru_cache(maxsize=32)
+def _repro_fails(patch_id: str, architecture: str, _bodies: tuple[tuple[str, str], ...]) -> str | None:
+    from hfpatch.patching.verifying.proving import try_case
+
+    entry = registry.get(patch_id)
+    cases = [c for c in entry.patch.repros if c.architecture == architecture]
+    results = (try_case(entry, case, "repro") for case in cases or entry.patch.repros)
+    return next((r.text for r in results if not r.passed), None)
 
 
 def _inner(module: nn.Module) -> list[nn.Module]:

@@ -17,26 +17,23 @@ in `__dict__`, so that a deepcopy or an unpickled model can be asked and reverte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import RefusedError
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.kinds.base import Kind
-from hfpatch.patching.records import UNFINISHED, Record, State, add, advance, forget, record_at, show
+from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.set_attribute import SetAttribute
+from hfpatch.patching.kinds.states import show
 from hfpatch.patching.select import Selection
 
 if TYPE_CHECKING:
     from torch import nn
 
-FP32_LOGITS = "hfpatch_fp32_logits"
-FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
-"""With eager attention's masks: for submodels that are not all causal, or whose code wants masks to add."""
-WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
-IN_FLOAT32 = "input compute dtype"
-"""The slot of a module that computes in float32."""
+    from hfpatch.patching.kinds.dtype_rule import DtypeRule
+    from hfpatch.patching.kinds.expansion import Expansion
+    from hfpatch.patching.kinds.one_plus_tanh import Bounded
 
 
 @dataclass(frozen=True)
@@ -45,18 +42,24 @@ class Edit:
 
     Attributes:
         path: Path of the module from the object that was passed.
-        kind: Name of the kind of edit.
-        slot: What is changed: `eps`, `input dtype`, `tensor weight`, `attention`.
-        before: Value before; `ABSENT` where there was none.
-        after: Value after; for a cast, the hook that casts; for a tensor, what draws it.
+        change: What is done to it.
+        before: Value before, for tables; `ABSENT` where there was none.
     """
 
     path: str
     module: nn.Module = field(repr=False, compare=False)
-    kind: str
-    slot: str
+    change: Change
     before: Any
-    after: Any
+
+    @property
+    def slot(self) -> str:
+        """Name of what is changed, for tables and sentences: `eps`, `input dtype`, `tensor weight`, `attention`."""
+        return self.change.slot
+
+    @property
+    def after(self) -> Any:
+        """The value asked for; for a cast, the hook that casts; for a tensor, what draws it."""
+        return self.change.after
 
     def to_dict(self) -> dict[str, str]:
         """As JSON."""
@@ -68,25 +71,18 @@ class Template:
     """What to do to every module that a selection finds."""
 
     where: Selection
-    kind: str
-    value: Callable[[Context, Target], Any]
-    slot: Callable[[Context, Target], str]
+    change: Callable[[Context, Target], Change]
     text: str
 
     def resolve(self, context: Context) -> Iterable[Edit]:
-        """The edits for one model. Changes nothing.
+        """Return the edits for one model. Changes nothing.
 
         Raises:
             RefusedError: An attribute to be set is not a plain one.
         """
         for target in self.where.targets(context):
-            slot = self.slot(context, target)
-            if hasattr(inspect.getattr_static(type(target.module), slot, None), "__set__"):
-                raise RefusedError(
-                    f"{slot} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
-                )
-            before = kind_of(self.kind).now(target.module, slot)
-            yield Edit(target.path, target.module, self.kind, slot, before, self.value(context, target))
+            change = self.change(context, target)
+            yield Edit(target.path, target.module, change, change.now(target.module))
 
     def __str__(self) -> str:
         return f"{self.text}: {self.where}"
@@ -106,7 +102,16 @@ def set_attribute(
         value: Computes the new value.
         text: Says it in a few words.
     """
-    return Template(where, "attribute", value, name if callable(name) else lambda _c, _t: name, text)
+
+    def change(context: Context, target: Target) -> Change:
+        attribute = name if isinstance(name, str) else name(context, target)
+        if hasattr(inspect.getattr_static(type(target.module), attribute, None), "__set__"):
+            raise RefusedError(
+                f"{attribute} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
+            )
+        return SetAttribute(attribute, value(context, target))
+
+    return Template(where, change, text)
 
 
 def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], Any], text: str) -> Template:
@@ -118,7 +123,13 @@ def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], A
         value: Gives a picklable, comparable function of the old values to new ones of the same shape.
         text: Says it in a few words.
     """
-    return Template(where, "tensor", value, lambda _c, _t: f"tensor {name}", text)
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.set_tensor import SetTensor
+
+        return SetTensor(name, value(context, target))
+
+    return Template(where, change, text)
 
 
 def choose_attention(where: Selection, name: str | Callable[[Context, Target], str], text: str) -> Template:
@@ -129,43 +140,68 @@ def choose_attention(where: Selection, name: str | Callable[[Context, Target], s
         name: The entry, or a function that picks it.
         text: Says it in a few words.
     """
-    return Template(
-        where, "attention", name if callable(name) else lambda _c, _t: name, lambda _c, _t: "attention", text
-    )
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.choose_attention import ChooseAttention
+
+        return ChooseAttention(name if isinstance(name, str) else name(context, target))
+
+    return Template(where, change, text)
 
 
-def add_targets(
-    where: Selection, value: Callable[[Context, Target], Any], slot: Callable[[Context, Target], str], text: str
-) -> Template:
+def add_targets(where: Selection, gains: Callable[[Context, Target], Iterable[Expansion]], text: str) -> Template:
     """Give LoRA adapters the layers they miss.
 
     Args:
         where: The modules that hold the adapters' layers.
-        value: What each adapter gains.
-        slot: Names it.
+        gains: What each adapter gains.
         text: Says it in a few words.
     """
-    return Template(where, "adapter", value, slot, text)
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.add_targets import AddTargets
+
+        return AddTargets(tuple(gains(context, target)))
+
+    return Template(where, change, text)
 
 
-def bound_modulation(where: Selection, bounds: Callable[[Context, Target], Any]) -> Template:
+def bound_modulation(where: Selection, bounds: Callable[[Context, Target], Bounded]) -> Template:
     """Let 1 + tanh(x) in each module's own forward be a factor between bounds that is 1 at 0.
 
     Args:
         where: The modules.
-        bounds: Gives a `functions.Bounded`.
+        bounds: Gives the bounds.
     """
-    return Template(where, "one-plus-tanh", bounds, lambda _c, _t: "1 + tanh", "bound the factor 1 + tanh")
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.bound_modulation import BoundModulation
+
+        return BoundModulation(bounds(context, target))
+
+    return Template(where, change, "bound the factor 1 + tanh")
 
 
 def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast the stream tensor that goes into each module: to float32, or to the dtype of the module's weights."""
-    return _cast("input", where, to)
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.cast_input import CastInput
+
+        return CastInput(_rule(to, context, target))
+
+    return Template(where, change, f"cast input to {_named(to)}")
 
 
 def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template:
     """Cast what comes out of each module: to float32, or to the dtype of the module's weights."""
-    return _cast("output", where, to)
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.cast_output import CastOutput
+
+        return CastOutput(_rule(to, context, target))
+
+    return Template(where, change, f"cast output to {_named(to)}")
 
 
 def in_float32(where: Selection) -> Template:
@@ -174,77 +210,19 @@ def in_float32(where: Selection) -> Template:
     What comes out is float32.
     """
 
-    def hook(_context: Context, _target: Target) -> Any:
-        from hfpatch.patching.kinds.casts import InFloat32
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 
-        return InFloat32()
+        return ComputeInFloat32()
 
-    return Template(where, "hook", hook, lambda _c, _t: IN_FLOAT32, "compute in float32")
-
-
-def _cast(side: Literal["input", "output"], where: Selection, to: Literal["float32", "weights"]) -> Template:
-    def hook(context: Context, target: Target) -> Any:
-        from hfpatch.patching.kinds.casts import CastInput, CastOutput, dtype_rule
-
-        rule = dtype_rule(to, target.module, context.compute_dtype, context.stream_dtype)
-        return CastInput(rule) if side == "input" else CastOutput(rule)
-
-    named = to if to == "float32" else "the dtype of its weights"
-    return Template(where, "hook", hook, lambda _c, _t: f"{side} dtype", f"cast {side} to {named}")
+    return Template(where, change, "compute in float32")
 
 
-def kind_of(name: str) -> Kind:
-    """The kind of edit of a name. Imports torch, which the listing of patches does without."""
-    from hfpatch.patching.kinds.table import KINDS
+def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:
+    from hfpatch.patching.kinds.dtype_rule import dtype_rule
 
-    return KINDS[name]
-
-
-def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
-    """Carry out one edit, the record first. An older record of the same place, no longer true, is undone before."""
-    kind = kind_of(edit.kind)
-    older = record_at(edit.module, edit.slot)
-    if older is not None:
-        undo(root, edit.module, older)
-    before = kind.inverse(root, edit.module, edit.slot, edit.after)
-    record = Record(application, patch, edit.kind, edit.slot, before, edit.after, "writing")
-    add(edit.module, record)
-    try:
-        kind.write(root, edit.module, record)
-    except BaseException:
-        undo(root, edit.module, record)  # it may have been written before it raised
-        raise
-    advance(edit.module, record, "written")
+    return dtype_rule(to, target.module, context.compute_dtype, context.stream_dtype)
 
 
-def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
-    """Put back what was there before a record, and forget the record."""
-    record = record_at(module, record.slot) or record  # the undo of another may have changed what it goes back to
-    if record.phase == "written":
-        record = advance(module, record, "undoing")
-    kind_of(record.kind).restore(root, module, record)
-    forget(module, record)
-
-
-def state_of(root: nn.Module, module: nn.Module, record: Record, *, compare: bool = False) -> State:
-    """Return what has become of an edit, by a look at the model; with `compare`, at the values of tensors too."""
-    if record.phase != "written":
-        return UNFINISHED
-    kind = kind_of(record.kind)
-    return kind.compare(root, module, record) if compare else kind.read(root, module, record)
-
-
-@contextmanager
-def lifted(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
-    """The modules as they were before these records, those of them that are in force; afterwards as they are."""
-    log = [(module, record) for module, record in log if state_of(root, module, record).in_force]
-    begun: list[tuple[nn.Module, Record, list[Any]]] = []
-    try:
-        for module, record in reversed(log):
-            held: list[Any] = []
-            begun.append((module, record, held))
-            kind_of(record.kind).lift(root, module, record, held)
-        yield
-    finally:
-        for module, record, held in reversed(begun):
-            kind_of(record.kind).lower(root, module, record, held)
+def _named(to: Literal["float32", "weights"]) -> str:
+    return to if to == "float32" else "the dtype of its weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import nn
 
 from hfpatch.given import FLAG, want
 from hfpatch.model.walk import root_module, without_copy
-from hfpatch.patching.edits import state_of
-from hfpatch.patching.records import Record, State, Word, logged, show
+from hfpatch.patching.kinds.states import State, Word, show
+from hfpatch.patching.record import Record, logged, state_of
 from hfpatch.report import Sheet, Shown
 
 
@@ -133,9 +134,9 @@ def status(model: object, *, compare: bool = False) -> Status:
 
 def status_of(root: nn.Module, application: str | None, *, compare: bool) -> Status:
     """Return the status of a model, or of one application's edits."""
-    found: dict[tuple[str, str, str, str], Standing] = {}
+    found: dict[tuple[str, str, str, Hashable], Standing] = {}
     for path, module, record in logged(root, application):
-        key = (without_copy(path), record.application, record.patch, record.slot)
+        key = (without_copy(path), record.application, record.patch, record.change.place)
         standing = Standing(path, record, state_of(root, module, record, compare=compare))
         if key not in found or not standing.state.in_force:  # of a module and its copies, the one that lost it
             found[key] = standing

@@ -13,9 +13,10 @@ from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import root_module
 from hfpatch.patching.arguments import Names, ids, names
-from hfpatch.patching.edits import kind_of, state_of, undo
-from hfpatch.patching.preconditions import compiled_already
-from hfpatch.patching.records import UNFINISHED, Record, advance, forget, logged, record_at, show
+from hfpatch.patching.kinds.states import UNFINISHED, show
+from hfpatch.patching.preconditions.compiled import compiled_already
+from hfpatch.patching.record import Record, advance, forget, logged, record_at, state_of
+from hfpatch.patching.writing import undo
 from hfpatch.report import say
 
 _lock = threading.RLock()
@@ -64,16 +65,16 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
 
 def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
     """Undo what can be undone, the last in the model first, and say what stays."""
-    unseen = any(kind_of(r.kind).unseen for _, _, r in log)
+    unseen = any(r.change.unseen for _, _, r in log)
     compiled = compiled_already(Survey(model)) if unseen else None
     states = {id(r): state_of(model, module, r, compare=True) for _, module, r in log}
     trained = {(id(module), r.patch) for _, module, r in log if states[id(r)].word == "trained"}
     lines: dict[str, None] = {}
     blocked: dict[str, None] = {}
     for path, module, r in reversed(log):
-        place, kind, state = path or "the model", kind_of(r.kind), states[id(r)]
-        obstacle = None if state == UNFINISHED else kind.obstacle(model, module, r)
-        if compiled and kind.unseen:
+        place, state = path or "the model", states[id(r)]
+        obstacle = None if state == UNFINISHED else r.change.obstacle(model, module, r.before)
+        if compiled and r.change.unseen:
             blocked[compiled] = None
         elif r.patch not in named and (state.word == "changed" or obstacle):
             lines[
@@ -84,12 +85,12 @@ def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: 
             lines[f"hfpatch: {r.patch}: {place} was trained since and stays as it is"] = None
             forget(module, r)
         else:
-            lost = None if state == UNFINISHED else kind.lost(model, module, r)
+            lost = None if state == UNFINISHED else r.change.lost(model, module, r.before)
             try:
                 undo(model, module, r)
             except (*REJECTIONS, NotImplementedError) as error:
                 blocked[f"{r.patch}: {r.slot} of {place}: {type(error).__name__}: {error}"] = None
-                if state != UNFINISHED and (there := record_at(module, r.slot)) is not None:
+                if state != UNFINISHED and (there := record_at(module, r.change.place)) is not None:
                     advance(module, there, "written")  # no interruption: what it is now is seen by a look
             else:
                 lines |= {f"hfpatch: {r.patch} reverted: {lost}": None} if lost is not None else {}

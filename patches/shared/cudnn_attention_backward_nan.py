@@ -31,6 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfpatch.patching import edits, select
+from hfpatch.patching.kinds.attention_names import WITHOUT_CUDNN
 from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Verdict
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def condition(context: Context) -> Verdict:
 
     if not context.attentions or context.submodel is None:
         return NotNeeded("none of its own modules computes attention through transformers' AttentionInterface")
-    if context.attention not in ("sdpa", edits.WITHOUT_CUDNN):
+    if context.attention not in ("sdpa", WITHOUT_CUDNN):
         return NotNeeded(f"its attention is {context.attention}, not sdpa")
     device = next(context.submodel.model.parameters()).device
     if device.type != "cuda":
@@ -85,7 +86,7 @@ PATCH = Patch(
     title="sdpa attention without the cuDNN kernel whose gradients are NaN",
     architectures=("*",),
     condition=condition,
-    edits=(edits.choose_attention(select.submodel(), edits.WITHOUT_CUDNN, "compute attention without cuDNN"),),
+    edits=(edits.choose_attention(select.submodel(), WITHOUT_CUDNN, "compute attention without cuDNN"),),
     effect="equivalent",
     symptom=symptom,
     repros=(FAILS,),

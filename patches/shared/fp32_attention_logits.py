@@ -35,13 +35,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfpatch.patching import edits, select
+from hfpatch.patching.kinds.attention_names import FP32_LOGITS, FP32_LOGITS_MASKED
 from hfpatch.patching.language import Case, Needed, NotNeeded, Offered, Patch, Refused, Verdict
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
     from hfpatch.patching.verifying.trial import Trial
 
-NAMES = (edits.FP32_LOGITS, edits.FP32_LOGITS_MASKED)
+NAMES = (FP32_LOGITS, FP32_LOGITS_MASKED)
 
 FAILING = {"*q_proj.bias": 120.0, "*k_proj.bias": -120.0}
 """Products of about -115,000, the same for each pair of tokens: beyond float16, and without effect on a softmax."""

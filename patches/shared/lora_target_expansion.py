@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from hfpatch.lora.expand import Gap
     from hfpatch.patching.context import Context, Target
-    from hfpatch.patching.kinds.adapter import Expansions
+    from hfpatch.patching.kinds.expansion import Expansion
     from hfpatch.patching.verifying.trial import Trial
 
 
@@ -122,15 +122,10 @@ def _tuners(context: Context) -> Iterable[Target]:
             yield Target(path, tuner)
 
 
-def _slot(context: Context, target: Target) -> str:
-    return f"adapter {', '.join(gap.adapter for gap in _short(context, target.module))}"
+def _expansions(context: Context, target: Target) -> Iterable[Expansion]:
+    from hfpatch.patching.kinds.expansion import Expansion
 
-
-def _expansions(context: Context, target: Target) -> Expansions:
-    from hfpatch.patching.kinds.adapter import Expansion, Expansions
-
-    short = _short(context, target.module)
-    return Expansions(tuple(Expansion(gap.adapter, gap.missing, gap.names) for gap in short))
+    return (Expansion(gap.adapter, gap.missing, gap.names) for gap in _short(context, target.module))
 
 
 def _short(context: Context, tuner: nn.Module) -> list[Gap]:
@@ -157,7 +152,6 @@ PATCH = Patch(
         edits.add_targets(
             select.Selection("PEFT models with an adapter that misses linear maps", _tuners),
             _expansions,
-            _slot,
             "add layers to the adapter",
         ),
     ),

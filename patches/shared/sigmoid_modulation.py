@@ -39,6 +39,7 @@ from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Patch, Re
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context, Target
+    from hfpatch.patching.kinds.one_plus_tanh import Bounded
     from hfpatch.patching.tanh.probe import Found
     from hfpatch.patching.verifying.trial import Trial
 
@@ -146,7 +147,7 @@ def _modulations(context: Context) -> Iterable[Target]:
             yield Target(found.path, found.module)
 
 
-def _bounds(context: Context, target: Target) -> object:
+def _bounds(context: Context, target: Target) -> Bounded:
     from hfpatch.numerics.modulation import check_bounds
     from hfpatch.patching.kinds.one_plus_tanh import Bounded
 

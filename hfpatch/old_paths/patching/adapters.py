@@ -1,6 +1,8 @@
 """Where models pickled with release 0.1 look for these names."""
 
-from hfpatch.patching.kinds.adapter_places import Before as Before
-from hfpatch.patching.kinds.adapter_places import Expansion as Expansion
-from hfpatch.patching.kinds.adapter_places import Expansions as Expansions
-from hfpatch.patching.kinds.adapter_places import Place as Place
+from hfpatch.patching.kinds.add_targets import AddTargets as Expansions
+from hfpatch.patching.kinds.expansion import Before as Before
+from hfpatch.patching.kinds.expansion import Expansion as Expansion
+from hfpatch.patching.kinds.expansion import Place as Place
+
+__all__ = ["Before", "Expansion", "Expansions", "Place"]

@@ -1,3 +1,3 @@
 """Where models pickled with release 0.1 look for these names."""
 
-from hfpatch.patching.kinds.attention_choice import Configs as Configs
+from hfpatch.patching.kinds.choose_attention import Configs as Configs

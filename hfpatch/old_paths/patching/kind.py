@@ -1,4 +1,4 @@
 """Where models pickled with release 0.1 look for these names."""
 
-from hfpatch.patching.records import Missing as Missing
-from hfpatch.patching.records import Record as Record
+from hfpatch.old_paths.patching.records import Missing as Missing
+from hfpatch.old_paths.patching.records import Record as Record

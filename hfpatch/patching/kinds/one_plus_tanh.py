@@ -9,7 +9,6 @@ second pair of hooks hides their additions from the mode.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,14 +18,11 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import dynamo, functions, hooks
+from hfpatch.compat import dynamo, functions
 from hfpatch.compat.autograd import version
 from hfpatch.compat.frames import frame_at
 from hfpatch.errors import RefusedError
 from hfpatch.numerics.modulation import delta
-from hfpatch.patching.kinds.hook_base import HookKind
-from hfpatch.patching.records import Record, State
-from hfpatch.patching.tanh.in_code import may_add_one
 from hfpatch.patching.tanh.one_plus import ADD, Tanh, Watch, one_and
 
 
@@ -178,44 +174,6 @@ class Leave:
             functions.pop()
         if isinstance(top, (Bounding, Blind)):
             end(top)  # a frame keeps its tensors
-
-
-class OnePlusTanh(HookKind):
-    """1 + tanh in a module's own forward becomes a bounded factor. `record.before` holds the hooks, by module."""
-
-    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        super().restore(root, module, record)
-        clear_over()
-
-    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Any:
-        """The hooks that will be set: `((module, enter, leave), ...)`, the edited module's first."""
-        pairs: list[tuple[nn.Module, Enter, Leave]] = []
-        for each, bounds in ((module, after), *((m, None) for m in _to_hide(module))):
-            enter = Enter(bounds)
-            pairs.append((each, enter, Leave(enter)))
-        return tuple(pairs)
-
-    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        for each, enter, leave in record.before:
-            # The edited module's mode is the innermost of its call, a hiding one the outermost: they nest in any order.
-            own = each is module
-            hooks.before(each, enter, with_kwargs=True, first=not own)
-            hooks.after(each, leave, first=own, always=True)
-
-    def hooks(self, module: nn.Module, record: Record) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
-        return ((each, (enter, leave)) for each, enter, leave in record.before)
-
-    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
-        hooked = {id(each) for each, _, _ in record.before}
-        new = [type(each).__name__ for each in _to_hide(module) if id(each) not in hooked]
-        if new:
-            return State("gone", f"without the hooks that leave the 1 + tanh of a new {new[0]} in it alone")
-        return super().read(root, module, record)
-
-
-def _to_hide(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside that may have a 1 + tanh of their own."""
-    return [each for each in module.modules() if each is not module and may_add_one(each)]
 
 
 def is_over(mode: Bounding | Blind) -> bool:

@@ -16,7 +16,7 @@ from hfpatch.compat import accelerate, hooks
 from hfpatch.compat.dynamo import COMPILED_CALL
 from hfpatch.compat.modules import BUFFERS, CHILDREN, PARAMETERS, children
 from hfpatch.model.walk import is_stock
-from hfpatch.patching.records import RECORDS
+from hfpatch.patching.record import RECORDS
 
 TABLES = (PARAMETERS, BUFFERS)
 OWN = (*TABLES, CHILDREN, "forward", accelerate.FORWARD, accelerate.HOOK, COMPILED_CALL, RECORDS)

@@ -19,7 +19,9 @@ from hfpatch.compat.sharding import narrows_stream
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.norms import is_norm, is_torch_norm
 from hfpatch.model.roles import Place, Stack, own_class
-from hfpatch.patching.kinds.casts import CastInput, DtypeRule, InFloat32
+from hfpatch.patching.kinds.cast_input import CastInput
+from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
+from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.stand_ins.stand_in import StandIns, Through
 
 PEAK = 1e5
@@ -122,7 +124,7 @@ def _run(
                 if isinstance(module, Through) or next(module.parameters(recurse=False), None) is None:
                     continue
                 if computes_in_float32(module):
-                    hooks.before(module, InFloat32(), with_kwargs=True)
+                    hooks.before(module, ComputeInFloat32(), with_kwargs=True)
                 elif wants_cast(module) and module is not copied:
                     rule = DtypeRule(next(module.parameters(recurse=False)).dtype)
                     hooks.before(module, CastInput(rule), with_kwargs=True)

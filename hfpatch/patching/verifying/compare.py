@@ -19,10 +19,9 @@ from hfpatch.given import shown
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.patching.arguments import Names
-from hfpatch.patching.edits import lifted
-from hfpatch.patching.kinds.base import Record
+from hfpatch.patching.record import Record
 from hfpatch.patching.verifying.answer import Answer, Batch, answer, compared, prepared, score
-from hfpatch.patching.verifying.figures import Change, Figures, Proof, number
+from hfpatch.patching.verifying.figures import Figures, LossChange, Proof, number
 from hfpatch.patching.verifying.lending import (
     CastsSeen,
     Place,
@@ -34,6 +33,7 @@ from hfpatch.patching.verifying.lending import (
     parts_cast_their_input,
     weights_as,
 )
+from hfpatch.patching.writing import lifted
 from hfpatch.report.progress import patience
 
 SAME = ("exact", "equivalent")
@@ -227,7 +227,7 @@ def _row(bench: _Bench, way: Way, exact: Answer, tick: Callable[[], None], notes
 
 def _changes(
     bench: _Bench, edits: Sequence[Edited], rows: Sequence[Figures], tick: Callable[[str], None]
-) -> tuple[Change, ...]:
+) -> tuple[LossChange, ...]:
     """What each patch that is not equivalent did to the loss: the model as it is, without it and with it."""
     by_patch: dict[str, list[Edited]] = {}
     for edit in edits:
@@ -235,13 +235,13 @@ def _changes(
             by_patch.setdefault(edit.record.patch, []).append(edit)
     after = Way("after", bare=False, made="as they are")
     known = next((r for r in rows if r.name == after.name), None)
-    found: list[Change] = []
+    found: list[LossChange] = []
     for patch, mine in by_patch.items():
         with _ticking(bench, lambda patch=patch: tick(f"without {patch}")):
             now = known.loss if known is not None else _loss(bench, after, ())
             was = _loss(bench, after, [(e.module, e.record) for e in mine])
         effects = ", ".join(dict.fromkeys(e.effect for e in mine))
-        found.append(Change(patch, effects, was, now))
+        found.append(LossChange(patch, effects, was, now))
     return tuple(found)
 
 

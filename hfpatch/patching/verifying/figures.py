@@ -39,7 +39,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Change:
+class LossChange:
     """A patch that changes what the model computes, and what that did to the loss.
 
     Attributes:
@@ -81,7 +81,7 @@ class Proof(Shown):
     reference: Figures
     rows: tuple[Figures, ...]
     notes: tuple[str, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[LossChange, ...] = ()
     model: str = ""
 
     def __getitem__(self, name: str) -> Figures:

@@ -18,7 +18,7 @@ from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.sizes import VOCABULARY
 from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_model
-from hfpatch.patching.language import Case
+from hfpatch.patching.verifying.case import Case
 
 
 @dataclass(frozen=True)

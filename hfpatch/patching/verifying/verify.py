@@ -1,142 +1,25 @@
-"""Proof: a patch's own cases; and one model on one batch, as it is and in other dtypes, against float32."""
+"""One model on one batch, as it is and in other dtypes, against float32, with the patches it carries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from hfpatch.errors import HfpatchError, InputError, UnknownPatchError
-from hfpatch.given import shown
+from hfpatch.errors import UnknownPatchError
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import root_module
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context, Target
-from hfpatch.patching.edits import lifted
-from hfpatch.patching.language import Case
-from hfpatch.patching.records import Record, logged
-from hfpatch.patching.registry import Entry
+from hfpatch.patching.record import Record, logged
 from hfpatch.patching.verifying.compare import Edited, compare
-from hfpatch.patching.verifying.figures import Figures, Proof
-from hfpatch.patching.verifying.lending import weights_as
-from hfpatch.report import Sheet, Shown
+from hfpatch.patching.verifying.figures import Proof
+from hfpatch.patching.writing import lifted
 
 if TYPE_CHECKING:
-    from hfpatch.patching.apply import Applied
     from hfpatch.patching.arguments import Names
-
-__all__ = [
-    "CaseResult",
-    "CaseResults",
-    "Figures",
-    "Proof",
-    "prove",
-    "prove_patch",
-    "try_case",
-    "try_repro",
-    "verify",
-    "weights_as",
-]
-
-NO_GPU = "skipped: no GPU"
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """How a patch did on one of its cases. One that needs a GPU and finds none is skipped, which is not passed."""
-
-    patch: str
-    kind: str
-    case: str
-    passed: bool
-    text: str
-    skipped: bool = False
-
-    @property
-    def word(self) -> str:
-        """Return passed, failed or skipped."""
-        return "skipped" if self.skipped else "passed" if self.passed else "failed"
-
-
-class CaseResults(Shown, list[CaseResult]):
-    """How patches did on their cases; a list that prints as a table."""
-
-    @property
-    def skipped(self) -> int:
-        """Return how many were not run, for want of a GPU."""
-        return sum(r.skipped for r in self)
-
-    @property
-    def passed(self) -> bool:
-        """True if none that was run failed."""
-        return all(r.passed or r.skipped for r in self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON: passed, skipped, cases (patch, kind, case, passed, text, skipped)."""
-        return {"passed": self.passed, "skipped": self.skipped, "cases": [asdict(r) for r in self]}
-
-    def sheet(self) -> Sheet:
-        """Return a row a case."""
-        rows = tuple((r.patch, r.kind, r.word, f"{r.case}\n{r.text}") for r in self)
-        title = f"{sum(r.passed for r in self)} of {len(self) - self.skipped} cases passed"
-        told = "case, and what was seen"
-        title = f"{title}; {self.skipped} skipped, no GPU" if self.skipped else title
-        return Sheet(title, ("patch", "kind", "", told), rows, wide=(told,))
-
-
-def prove_patch(entry: Entry) -> CaseResults:
-    """Run every case of a patch."""
-    if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
-    cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
-    return CaseResults(try_case(entry, case, kind) for case, kind in cases)
-
-
-def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
-    """Run one case: a `repro` must show the symptom and lose it, a `left alone` case must not be patched."""
-    if case.device == "cuda" and not torch.cuda.is_available():
-        return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
-    try:
-        return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
-    except (
-        HfpatchError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        StopIteration,
-    ) as error:
-        return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
-
-
-def try_repro(entry: Entry, case: Case) -> CaseResult:
-    """Show the symptom on the unpatched case and its absence on the patched one."""
-    from hfpatch.patching.apply import carry_out
-    from hfpatch.patching.plan import plan_alone
-    from hfpatch.patching.verifying.trial import build
-
-    trial = build(case)
-    before = entry.patch.symptom(trial)
-    made = plan_alone(entry, trial.model, asked=True)
-    carry_out(trial.model, made)
-    after = entry.patch.symptom(trial)
-    reason = "" if made.edits else f" ({'; '.join(d.reason for d in made.decisions)})"
-    passed = before is not None and after is None and bool(made.edits)
-    text = f"before: {before or 'no symptom'}; after: {after or 'cured'}{reason}"
-    return CaseResult(entry.id, "repro", str(case), passed, text)
-
-
-def _try_negative(entry: Entry, case: Case) -> CaseResult:
-    from hfpatch.patching.plan import plan_alone
-    from hfpatch.patching.verifying.trial import build
-
-    made = plan_alone(entry, build(case).model, asked=False)
-    decided = "; ".join(f"{d.decided}: {d.reason}" for d in made.decisions)
-    return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
+    from hfpatch.patching.decision import Decisions
 
 
 def verify(model: object, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
@@ -162,11 +45,17 @@ def verify(model: object, batch: Mapping[str, Any], *, runs: Names = None) -> Pr
     return compare(root, batch, _carried(root), runs)
 
 
-def prove(applied: Applied, batch: Mapping[str, Any], runs: Names = None) -> Proof:
-    """See `Applied.verify`. The model is left as it was: patched, in its mode, its weights untouched."""
-    effects = {(id(e.module), e.slot, d.patch): d.effect for d in applied.plan.of("applied") for e in d.edits}
-    edits = [Edited(m, r, str(effects.get((id(m), r.slot, r.patch), "unknown"))) for m, r in applied.log()]
-    return compare(applied.model, batch, edits, runs)
+def prove(
+    root: nn.Module,
+    made: Decisions,
+    log: Sequence[tuple[nn.Module, Record]],
+    batch: Mapping[str, Any],
+    runs: Names = None,
+) -> Proof:
+    """Hold a model on a batch against float32, judging these records by the effects that a plan says they have."""
+    effects = {(id(e.module), e.change.place, d.patch): d.effect for d in made.of("applied") for e in d.edits}
+    edits = [Edited(m, r, str(effects.get((id(m), r.change.place, r.patch), "unknown"))) for m, r in log]
+    return compare(root, batch, edits, runs)
 
 
 def _carried(root: nn.Module) -> list[Edited]:

@@ -1,4 +1,4 @@
-"""The kind of edit that chooses a submodel's attention implementation, for this model only.
+"""A change: a submodel's attention implementation is chosen, for this model only.
 
 The public setter writes the config, and configs are shared: with parents, and between models. So the
 submodel's configs, its parents' and its children's, are copied first, every module is pointed at the
@@ -23,9 +23,10 @@ from hfpatch.numerics.attention_functions import (
     fp32_logits_mask,
     sdpa_without_cudnn,
 )
-from hfpatch.patching.edits import FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN
-from hfpatch.patching.kinds.base import Kind
-from hfpatch.patching.records import HERE, Record, State, exchange, logged
+from hfpatch.patching.kinds.attention_names import FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN
+from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.states import HERE, State
+from hfpatch.patching.record import exchange, logged
 
 # When this module is imported and not when a patch is applied: a model that was pickled with its choice
 # names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
@@ -48,16 +49,31 @@ class Configs:
     pairs: tuple[tuple[PreTrainedConfig, PreTrainedConfig], ...]
     implementations: tuple[str, ...]
 
+    def each(self) -> Iterable[tuple[tuple[PreTrainedConfig, PreTrainedConfig], str]]:
+        """Return every pair of a config and its copy, with the implementation it had."""
+        return zip(self.pairs, self.implementations, strict=True)
 
-class AttentionChoice(Kind):
-    """A submodel's attention implementation; `record.after` is its name."""
+
+@dataclass(frozen=True)
+class ChooseAttention(Change):
+    """A submodel computes attention by another entry of transformers' `AttentionInterface`."""
 
     unseen = "torch.compile would go on running the attention it made its code from"
 
-    def now(self, module: nn.Module, slot: str) -> Any:
+    implementation: str
+
+    @property
+    def slot(self) -> str:
+        return "attention"
+
+    @property
+    def after(self) -> str:
+        return self.implementation
+
+    def now(self, module: nn.Module) -> Any:
         return implementation.chosen(module.config)
 
-    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Any) -> Configs:
+    def inverse(self, root: nn.Module, module: nn.Module) -> Configs:
         # a model may hold several configs that are not one tree (T5's encoder and decoder have copies)
         mine = {id(c) for held in _held(module) for c in _tree(held)}
         shared = [c for c in _held(root) if not mine.isdisjoint(id(t) for t in _tree(c))]
@@ -68,88 +84,84 @@ class AttentionChoice(Kind):
         pairs = tuple((old, memo[key]) for key, old in olds.items())
         return Configs(pairs, tuple(str(implementation.chosen(old)) for old, _ in pairs))
 
-    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        _point(root, {id(old): new for old, new in record.before.pairs})
-        was = self.now(module, record.slot)
-        module.set_attn_implementation({"": record.after})  # pyright: ignore[reportCallIssue]
-        mine = self._architecture(module)
-        for (_, new), before in zip(record.before.pairs, record.before.implementations, strict=True):
+    def write(self, root: nn.Module, module: nn.Module, before: Configs) -> None:
+        _point(root, {id(old): new for old, new in before.pairs})
+        was = self.now(module)
+        module.set_attn_implementation({"": self.implementation})  # pyright: ignore[reportCallIssue]
+        mine = _architecture(module)
+        for (_, new), had in before.each():
             if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
-                implementation.note(new, before)
-            elif before == was:  # a layer may hold a config of its own, which the setter does not reach
-                implementation.note(new, record.after)
-        if self.now(module, record.slot) != record.after:
+                implementation.note(new, had)
+            elif had == was:  # a layer may hold a config of its own, which the setter does not reach
+                implementation.note(new, self.implementation)
+        if self.now(module) != self.implementation:
             raise ValueError(
-                f"{type(module).__name__} does not take attention {record.after!r}: it is not computed through "
+                f"{type(module).__name__} does not take attention {self.implementation!r}: it is not computed through "
                 "transformers' AttentionInterface"
             )
 
-    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
-        mine = self._architecture(module)
-        pairs = zip(record.before.pairs, record.before.implementations, strict=True)
-        was = {choice for (old, _), choice in pairs if old.model_type == mine}
-        now = self.now(module, record.slot)
-        if now != record.after:
+    def read(self, root: nn.Module, module: nn.Module, before: Configs) -> State:
+        mine = _architecture(module)
+        was = {choice for (old, _), choice in before.each() if old.model_type == mine}
+        now = self.now(module)
+        if now != self.implementation:
             return State("gone" if now in was else "changed", str(now))
-        copies = {id(new) for _, new in record.before.pairs}
+        copies = {id(new) for _, new in before.pairs}
         for path, part in module.named_modules():
             for held in _configs(part):
                 now = implementation.chosen(held)
-                if held.model_type == mine and now != record.after and id(held) not in copies:
+                if held.model_type == mine and now != self.implementation and id(held) not in copies:
                     return State("gone" if now in was else "changed", f"{now} in {path}")
         return HERE
 
-    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        before: Configs = record.before
-        for config, was in self._chosen(module, record):
+    def restore(self, root: nn.Module, module: nn.Module, before: Configs) -> None:
+        for config, was in self._chosen(module, before):
             implementation.note(config, was)
-        _hand_over(root, record)
+        _hand_over(root, before)
         if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
             _point(root, {id(new): old for old, new in before.pairs})
 
-    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+    def lift(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
         """Put the implementations back where they are: which config a module holds stays as it is."""
-        chosen = list(self._chosen(module, record))
+        chosen = list(self._chosen(module, before))
         held.extend((config, implementation.chosen(config)) for config, _ in chosen)
         for config, was in chosen:
             implementation.note(config, was)
 
-    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+    def lower(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
         for config, now in reversed(held):
             implementation.note(config, now)
 
-    def _chosen(self, module: nn.Module, record: Record) -> Iterable[tuple[PreTrainedConfig, str]]:
+    def _chosen(self, module: nn.Module, before: Configs) -> Iterable[tuple[PreTrainedConfig, str]]:
         """The configs in which an implementation was chosen, each with the one it had.
 
         They are our copies, which modules outside the root may hold too, and copies that a later edit made of those.
         """
-        before: Configs = record.before
-        mine = self._architecture(module)
-        pairs = zip(before.pairs, before.implementations, strict=True)
-        copies = [(new, was) for (_, new), was in pairs if new.model_type == mine]
+        mine = _architecture(module)
+        copies = [(new, was) for (_, new), was in before.each() if new.model_type == mine]
         known = {id(new) for new, _ in copies}
         yield from copies
         for held in _held(module) if copies else ():
-            if held.model_type == mine and implementation.chosen(held) == record.after and id(held) not in known:
+            if held.model_type == mine and implementation.chosen(held) == self.implementation and id(held) not in known:
                 known.add(id(held))
                 yield held, copies[0][1]
 
-    def _architecture(self, module: nn.Module) -> str:
-        config: Any = module.config
-        return config.model_type
+
+def _architecture(module: nn.Module) -> str:
+    config: Any = module.config
+    return config.model_type
 
 
-def _hand_over(root: nn.Module, gone: Record) -> None:
+def _hand_over(root: nn.Module, gone: Configs) -> None:
     """Let later edits, which copied the copies of one that is undone, go back to what that one had copied."""
-    before: Configs = gone.before
-    first = {id(new): (old, choice) for (old, new), choice in zip(before.pairs, before.implementations, strict=True)}
+    first = {id(new): (old, choice) for (old, new), choice in gone.each()}
     for _, module, record in logged(root):
-        if record.kind != gone.kind or record is gone or not any(id(old) in first for old, _ in record.before.pairs):
+        before = record.before
+        if not isinstance(before, Configs) or before is gone or not any(id(old) in first for old, _ in before.pairs):
             continue
-        known = list(zip(record.before.pairs, record.before.implementations, strict=True))
-        back = [first.get(id(old), (old, choice)) for (old, _), choice in known]
-        pairs = tuple((old, new) for (old, _), ((_, new), _) in zip(back, known, strict=True))
-        exchange(module, record, replace(record, before=Configs(pairs, tuple(was for _, was in back))))
+        back = [(*first.get(id(old), (old, had)), new) for (old, new), had in before.each()]
+        handed = Configs(tuple((old, new) for old, _, new in back), tuple(had for _, had, _ in back))
+        exchange(module, record, replace(record, before=handed))
 
 
 def _configs(module: nn.Module) -> Iterable[PreTrainedConfig]:

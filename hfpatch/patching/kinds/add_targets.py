@@ -1,7 +1,7 @@
-"""A kind of edit: a LoRA adapter that a model carries gains layers on linear maps it misses.
+"""A change: LoRA adapters that a model carries gain layers on linear maps they miss.
 
 PEFT's own injection re-activates every layer of an adapter, so it is called for the missing layers one by one:
-existing layers, their weights and their flags are not touched. The edited module is PEFT's `LoraModel`.
+existing layers, their weights and their flags are not touched. The module that is changed is PEFT's `LoraModel`.
 The way back takes out the gained layers and nothing else: which adapters are active, what trains and what other
 adapters have in the same place may have been set since, and stays.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,9 +21,10 @@ from hfpatch.compat.modules import children
 from hfpatch.lora.expand import wrapped
 from hfpatch.lora.places import frame_of
 from hfpatch.model.survey import Survey
-from hfpatch.patching.kinds.adapter_places import Before, Expansion, Expansions, Place, is_layer, place_now, places_now
-from hfpatch.patching.kinds.base import Kind
-from hfpatch.patching.records import ABSENT, HERE, Record, State, records_of
+from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.expansion import Before, Expansion, Place, is_layer, place_now, places_now
+from hfpatch.patching.kinds.states import ABSENT, HERE, State
+from hfpatch.patching.record import records_of
 
 PER_ADAPTER = (
     "r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias", "lora_variant", "lora_dropout", "lora_A",
@@ -32,38 +33,60 @@ PER_ADAPTER = (
 """Tables of a LoRA layer that are keyed by the name of the adapter."""
 
 
-class AdapterTargets(Kind):
-    """Adapters gain layers. A is drawn as PEFT draws it, B is 0, so no output changes.
+@dataclass(frozen=True)
+class AddTargets(Change):
+    """Adapters of one PEFT model gain layers. A is drawn as PEFT draws it, B is 0, so no output changes.
 
     The draws come from torch's global generator, exactly those PEFT itself would take for the same modules.
+
+    Attributes:
+        parts: What each adapter gains.
     """
 
-    def now(self, module: nn.Module, slot: str) -> Any:
-        adapters = slot.removeprefix("adapter ").split(", ")
-        return "; ".join(_shown(_configs(module)[name].target_modules) for name in adapters if name in _configs(module))
+    parts: tuple[Expansion, ...]
 
-    def inverse(self, root: nn.Module, module: nn.Module, slot: str, after: Expansions) -> Before:
+    @property
+    def slot(self) -> str:
+        return f"adapter {', '.join(self._adapters)}"
+
+    @property
+    def place(self) -> Hashable:
+        return AddTargets, self._adapters
+
+    @property
+    def _adapters(self) -> tuple[str, ...]:
+        return tuple(part.adapter for part in self.parts)
+
+    def __str__(self) -> str:
+        if len(self.parts) == 1:
+            return str(self.parts[0])
+        return "; ".join(f"{part.adapter}: {part}" for part in self.parts)
+
+    def now(self, module: nn.Module) -> Any:
+        configs = _configs(module)
+        return "; ".join(_shown(configs[name].target_modules) for name in self._adapters if name in configs)
+
+    def inverse(self, root: nn.Module, module: nn.Module) -> Before:
         frame = frame_of(module)
-        wanted = {part.adapter: set(part.modules) for part in after.parts}
-        opening = {part.adapter for part in after.parts if _Model(module, part.adapter).opens}
+        wanted = {part.adapter: set(part.modules) for part in self.parts}
+        opening = {part.adapter for part in self.parts if _Model(module, part.adapter).opens}
         places: dict[str, Place] = {}
-        for path in dict.fromkeys(path for part in after.parts for path in part.modules):
+        for path in dict.fromkeys(path for part in self.parts for path in part.modules):
             parent_path, _, name = path.rpartition(".")
             parent = frame.get_submodule(parent_path)
             there: Any = children(parent)[name]
-            gains = tuple(part.adapter for part in after.parts if path in wanted[part.adapter])
+            gains = tuple(part.adapter for part in self.parts if path in wanted[part.adapter])
             flags = tuple(p.requires_grad for p in there.parameters())
             active = there.__dict__.get(peft.ACTIVE, ABSENT)
             bias = getattr(there, "bias", None)
             frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
             opens = active is ABSENT and frozen and not opening.isdisjoint(gains)
             places[path] = Place(parent, name, there, gains, flags, active, opens)
-        return Before(tuple(_configs(module)[part.adapter].target_modules for part in after.parts), places)
+        return Before(tuple(_configs(module)[part.adapter].target_modules for part in self.parts), places)
 
-    def write(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        before: Before = record.before
+    def write(self, root: nn.Module, module: nn.Module, before: Before) -> None:
         tuner: Any = module
-        models = [(part, _Model(tuner, part.adapter)) for part in record.after.parts]
+        models = [(part, _Model(tuner, part.adapter)) for part in self.parts]
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set to")
@@ -85,13 +108,12 @@ class AdapterTargets(Kind):
         for part, model in models:
             for path in part.modules:
                 model.shape(before.places[path], part.adapter)
-        _rename(module, record)
+        _rename(module, self.parts, before)
 
-    def restore(self, root: nn.Module, module: nn.Module, record: Record) -> None:
-        before: Before = record.before
-        others = _others(module, record)
+    def restore(self, root: nn.Module, module: nn.Module, before: Before) -> None:
+        others = _others(module, self.parts, before)
         bare: set[str] = set()
-        for path, place in places_now(module, record).items():
+        for path, place in places_now(module, before).items():
             layer = place.layer
             if is_layer(layer):
                 gains = [name for name in place.gains if name not in others]
@@ -106,57 +128,60 @@ class AdapterTargets(Kind):
                     _hand_over(module, path, place)
             if place.bare and place.layer is place.there:
                 bare.add(path)
-            if record.phase == "writing":
-                _as_before(place)
-        for part, names in zip(record.after.parts, before.names, strict=True):
+        for part, names in zip(self.parts, before.names, strict=True):
             if part.adapter in _configs(module) and part.adapter not in others:
                 _configs(module)[part.adapter].target_modules = names
         noted = _noted(module)
         noted[:] = [path for path in noted if path not in bare]
 
-    def read(self, root: nn.Module, module: nn.Module, record: Record) -> State:
-        for part in record.after.parts:
-            whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
+    def abandon(self, root: nn.Module, module: nn.Module, before: Before) -> None:
+        self.restore(root, module, before)
+        for place in places_now(module, before).values():
+            _as_before(place)
+
+    def read(self, root: nn.Module, module: nn.Module, before: Before) -> State:
+        for part in self.parts:
+            whose = f" ({part.adapter})" if len(self.parts) > 1 else ""
             config = _configs(module).get(part.adapter)
             if config is None:
                 return State("gone", f"deleted{whose}")
-            without = _without(module, record, part)
+            without = _without(module, part, before)
             if without:
                 return State("gone", f"without {len(without)} of its layers, first {without[0]}{whose}")
             if not _has_names(config, part):
                 return State("changed", f"at other target_modules{whose}: {_shown(config.target_modules)}")
         return HERE
 
-    def obstacle(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
+    def obstacle(self, root: nn.Module, module: nn.Module, before: Before) -> str | None:
         if (outside := wrapped(Survey(root))) is not None:
             path, kind = outside
             return (
                 f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped them, so that "
                 f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
             )
-        places = places_now(module, record)
-        for part in record.after.parts:
-            whose = f" ({part.adapter})" if len(record.after.parts) > 1 else ""
+        places = places_now(module, before)
+        for part in self.parts:
+            whose = f" ({part.adapter})" if len(self.parts) > 1 else ""
             for path in part.modules:
                 layer = places[path].layer
                 if part.adapter in getattr(layer, "merged_adapters", ()):
                     return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
         return None
 
-    def lost(self, root: nn.Module, module: nn.Module, record: Record) -> str | None:
-        places, others = places_now(module, record), _others(module, record)
+    def lost(self, root: nn.Module, module: nn.Module, before: Before) -> str | None:
+        places, others = places_now(module, before), _others(module, self.parts, before)
         layers = [
             (part.adapter, layer)
-            for part in record.after.parts
+            for part in self.parts
             for path in part.modules
             if part.adapter not in others and part.adapter in _adapted(layer := places[path].layer)
         ]
         trained = sum(_trained(layer, adapter) for adapter, layer in layers)
         return f"the {trained} layers that were trained since are gone with it" if trained else None
 
-    def lift(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+    def lift(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
         """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""
-        for place in places_now(module, record).values():
+        for place in places_now(module, before).values():
             layer = place.layer
             if not is_layer(layer):
                 continue
@@ -169,23 +194,23 @@ class AdapterTargets(Kind):
                 _unmerge(layer, place.gains)
             layer.__dict__[peft.ACTIVE] = [name for name in layer.active_adapters if name not in place.gains]
 
-    def lower(self, root: nn.Module, module: nn.Module, record: Record, held: list[Any]) -> None:
+    def lower(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
         for layer, active, merged, weights in held:
             layer.__dict__[peft.ACTIVE] = active
             layer.merged_adapters[:] = merged
             for parameter, values in weights:
                 parameter.data.copy_(values)
 
-    def added(self, root: nn.Module, module: nn.Module, record: Record) -> Iterable[nn.Parameter]:
-        places = places_now(module, record)
-        for part in record.after.parts:
+    def added(self, root: nn.Module, module: nn.Module, before: Before) -> Iterable[nn.Parameter]:
+        places = places_now(module, before)
+        for part in self.parts:
             for path in part.modules:
                 yield from _of_adapter(places[path].layer, part.adapter)
 
 
-def _without(tuner: nn.Module, record: Record, part: Expansion) -> list[str]:
+def _without(tuner: nn.Module, part: Expansion, before: Before) -> list[str]:
     """Return the places where an adapter has no layer any more."""
-    places = places_now(tuner, record)
+    places = places_now(tuner, before)
     return [path for path in part.modules if part.adapter not in _adapted(places[path].layer)]
 
 
@@ -193,15 +218,15 @@ def _has_names(config: Any, part: Expansion) -> bool:
     return not isinstance(config.target_modules, str) and set(config.target_modules) == set(part.names)
 
 
-def _others(tuner: nn.Module, record: Record) -> set[str]:
+def _others(tuner: nn.Module, parts: tuple[Expansion, ...], before: Before) -> set[str]:
     """Return the names under which another adapter was made, with targets of its own, after ours was deleted."""
     return {
         part.adapter
-        for part, names in zip(record.after.parts, record.before.names, strict=True)
+        for part, names in zip(parts, before.names, strict=True)
         if (config := _configs(tuner).get(part.adapter)) is not None
         and config.target_modules is not names
         and not _has_names(config, part)
-        and _without(tuner, record, part)
+        and _without(tuner, part, before)
     }
 
 
@@ -270,7 +295,7 @@ def _adapted(layer: Any) -> Any:
 
 
 def _trained(layer: Any, adapter: str) -> bool:
-    """Whether B, which is made 0, holds anything else by now."""
+    """True if B, which is made 0, holds anything else by now."""
     return any(not p.is_meta and bool(p.detach().any()) for p in layer.lora_B[adapter].parameters())
 
 
@@ -287,19 +312,19 @@ def _unmerge(layer: Any, adapters: Iterable[str]) -> None:
 
 def _hand_over(module: nn.Module, path: str, place: Place) -> None:
     """A layer stays for an adapter that came later: if a later record added that, its undo is to unwrap the map."""
-    for record in records_of(module):
-        places = getattr(record.before, "places", {})
+    for before in (record.before for record in records_of(module)):
+        places = before.places if isinstance(before, Before) else {}
         if path in places and place_now(frame_of(module), path, places[path]).there is place.layer:
             places[path] = replace(places[path], there=place.there, flags=place.flags, active=ABSENT)
 
 
-def _rename(module: nn.Module, record: Record) -> None:
-    for part in record.after.parts:
+def _rename(module: nn.Module, parts: tuple[Expansion, ...], before: Before) -> None:
+    for part in parts:
         config = _configs(module)[part.adapter]
         config.target_modules = list(part.names) if isinstance(config.target_modules, list) else set(part.names)
     noted = _noted(module)
     known = set(noted)
-    noted.extend(path for path in record.before.places if path not in known)
+    noted.extend(path for path in before.places if path not in known)
 
 
 def _of_adapter(layer: Any, adapter: str) -> Iterable[nn.Parameter]:

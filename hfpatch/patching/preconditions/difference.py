@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from hfpatch.patching.decision import Plan
+from hfpatch.patching.decision import Decisions
 from hfpatch.patching.edits import Edit
-from hfpatch.patching.records import show
+from hfpatch.patching.kinds.states import show
 
 Key = tuple[str, str | None]
 """Id of a patch, path of a submodel."""
 
 
-def difference(was: Plan, now: Plan) -> str | None:
+def difference(was: Decisions, now: Decisions) -> str | None:
     """Return the first thing that another plan would do otherwise, in words; None if both do the same.
 
     What is not carried out is not compared: reasons, and opt-in or refused patches.
@@ -30,7 +30,7 @@ def difference(was: Plan, now: Plan) -> str | None:
     return None
 
 
-def _done(plan: Plan) -> dict[Key, list[Edit]]:
+def _done(plan: Decisions) -> dict[Key, list[Edit]]:
     found: dict[Key, list[Edit]] = {}
     for decision in plan.of("applied"):
         found.setdefault((decision.patch, decision.submodel), []).extend(decision.edits)

@@ -1,14 +1,16 @@
 """Records: what a module carries of the edits made to it, so that a copy of a model can be asked and reverted too.
 
-A record is a claim, the model is the truth: `Kind.read` says what has become of an edit.
+A record is a claim, the model is the truth: `state_of` says what has become of an edit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
+
+from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.states import UNFINISHED, State
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,25 +19,6 @@ RECORDS = "_hfpatch"
 """Key in a module's `__dict__` under which its records are kept while it is edited."""
 
 Phase = Literal["writing", "written", "undoing"]
-Word = Literal["here", "gone", "changed", "trained", "unfinished"]
-
-
-class Missing(Enum):
-    """Stands for "there was nothing"; an enum member stays itself through copies and pickles."""
-
-    ABSENT = "absent"
-
-
-ABSENT = Missing.ABSENT
-
-
-def show(value: object) -> str:
-    """Return a value of an edit as a table cell."""
-    if value is ABSENT:
-        return "-"
-    if isinstance(value, (int, float, str, bool)):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    return str(value) if type(value).__str__ is not object.__str__ else type(value).__name__
 
 
 @dataclass(frozen=True)
@@ -43,44 +26,26 @@ class Record:
     """An undo-log entry: which patch of which application made an edit, and what undo needs.
 
     Attributes:
-        kind: Name of the kind of edit.
-        slot: What of the module is changed.
-        before: The inverse: what the kind needs to put things back.
-        after: The value asked for, comparable and picklable.
+        change: What was done to the module; comparable and picklable.
+        before: The inverse: what the change needs to put things back.
         phase: `written`; while the edit is being written or undone, and after an interruption of that, the other two.
     """
 
     application: str
     patch: str
-    kind: str
-    slot: str
+    change: Change
     before: Any
-    after: Any
     phase: Phase = "written"
 
-
-@dataclass(frozen=True)
-class State:
-    """What has become of an edit.
-
-    Attributes:
-        word: `here`: as it was made. `gone`: what it made is not there any more. `changed`: somebody set something
-            else. `trained`: a tensor has other values than it was given. `unfinished`: an interruption left it half
-            made or half undone; the next revert cleans it.
-        now: What is there instead, to complete "eps of ln_speech is ...".
-    """
-
-    word: Word
-    now: str = ""
+    @property
+    def slot(self) -> str:
+        """Name of what is changed, for tables and sentences."""
+        return self.change.slot
 
     @property
-    def in_force(self) -> bool:
-        """True if the patch does what it was applied for."""
-        return self.word in ("here", "trained")
-
-
-HERE = State("here")
-UNFINISHED = State("unfinished", "half made or half undone")
+    def after(self) -> Any:
+        """The value asked for, for tables and sentences."""
+        return self.change.after
 
 
 def records_of(module: nn.Module) -> list[Record]:
@@ -88,9 +53,9 @@ def records_of(module: nn.Module) -> list[Record]:
     return module.__dict__.get(RECORDS, [])
 
 
-def record_at(module: nn.Module, slot: str) -> Record | None:
-    """Return the record of a slot; None where it was not edited."""
-    return next((r for r in records_of(module) if r.slot == slot), None)
+def record_at(module: nn.Module, place: Hashable) -> Record | None:
+    """Return the record of a place; None where it was not edited."""
+    return next((r for r in records_of(module) if r.change.place == place), None)
 
 
 def logged(root: nn.Module, application: str | None = None) -> list[tuple[str, nn.Module, Record]]:
@@ -101,6 +66,14 @@ def logged(root: nn.Module, application: str | None = None) -> list[tuple[str, n
         for record in records_of(module)
         if application is None or record.application == application
     ]
+
+
+def state_of(root: nn.Module, module: nn.Module, record: Record, *, compare: bool = False) -> State:
+    """Return what has become of an edit, by a look at the model; with `compare`, at the values of tensors too."""
+    if record.phase != "written":
+        return UNFINISHED
+    look = record.change.compare if compare else record.change.read
+    return look(root, module, record.before)
 
 
 def add(module: nn.Module, record: Record) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hfpatch.compat.modules import children
 from hfpatch.lora.places import frame_of
-from hfpatch.patching.records import ABSENT, Record
+from hfpatch.patching.kinds.states import ABSENT
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,6 @@ class Expansion:
     def __str__(self) -> str:
         leaves = dict.fromkeys(path.rpartition(".")[2] for path in self.modules)
         return f"{len(self.modules)} more modules ({', '.join(leaves)})"
-
-
-@dataclass(frozen=True)
-class Expansions:
-    """What the adapters of one PEFT model are to gain."""
-
-    parts: tuple[Expansion, ...]
-
-    def __str__(self) -> str:
-        if len(self.parts) == 1:
-            return str(self.parts[0])
-        return "; ".join(f"{part.adapter}: {part}" for part in self.parts)
-
-    @property
-    def adapters(self) -> set[str]:
-        """Their names."""
-        return {part.adapter for part in self.parts}
 
 
 @dataclass(frozen=True)
@@ -77,7 +60,7 @@ class Place:
 
     @property
     def bare(self) -> bool:
-        """Whether no adapter was there."""
+        """True if no adapter was there."""
         return self.active is ABSENT
 
 
@@ -90,14 +73,14 @@ class Before:
 
 
 def is_layer(module: Any) -> bool:
-    """Whether a module is a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
+    """True for a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
     return isinstance(module, nn.Module) and "lora_A" in children(module)
 
 
-def places_now(tuner: nn.Module, record: Record) -> dict[str, Place]:
-    """Return the places of a record as they are in the model now: somebody may have put a copy of a block there."""
+def places_now(tuner: nn.Module, before: Before) -> dict[str, Place]:
+    """Return the places as they are in the model now: somebody may have put a copy of a block there."""
     frame = frame_of(tuner)
-    return {path: place_now(frame, path, place) for path, place in record.before.places.items()}
+    return {path: place_now(frame, path, place) for path, place in before.places.items()}
 
 
 def place_now(frame: nn.Module, path: str, place: Place) -> Place:

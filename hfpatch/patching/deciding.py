@@ -1,0 +1,247 @@
+"""One patch and one model -> decisions: condition asked, selections resolved, edits looked up in the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hfpatch.errors import RefusedError
+from hfpatch.patching.context import Context, Target
+from hfpatch.patching.decision import Decision
+from hfpatch.patching.edits import Edit
+from hfpatch.patching.kinds.states import show
+from hfpatch.patching.language import UNASKED, Effect, Needed, NotNeeded, Offered, Refused
+from hfpatch.patching.preconditions.compiled import compiled_already, compiled_elsewhere
+from hfpatch.patching.record import record_at, records_of, state_of
+from hfpatch.patching.registry import Entry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hfpatch.model.survey import Survey
+    from hfpatch.model.walk import Submodel
+
+OnBodies = Callable[[Entry, Context], Needed | Refused | None]
+"""Judges the upstream bodies that a patch leans on; None where there is nothing to say."""
+
+
+def decide(
+    entry: Entry,
+    survey: Survey,
+    compute_dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+    on_bodies: OnBodies,
+) -> list[Decision]:
+    """Decide what one patch would do to each submodel it serves. Changes nothing.
+
+    Args:
+        entry: The patch.
+        survey: Of the object.
+        compute_dtype: A dtype the model will be run in and is not in yet.
+        options: The patch's, all of them.
+        on_bodies: Judges the upstream bodies that the patch leans on; asked where there is something to do.
+    """
+    patch = entry.patch
+    refusal = _version_refusal(entry)
+    if refusal is not None:
+        return [replace(refusal, patch=entry.id)]
+    served: list[Submodel | None] = [s for s in survey.submodels if entry.serves(s.architecture)]
+    if patch.whole:
+        served = [None]
+    out: list[Decision] = []
+    for submodel in served:
+        context = Context(survey, submodel, compute_dtype, options)
+        out.extend(_decide_one(entry, context, on_bodies))
+    for submodel in survey.submodels:
+        if submodel.architecture in patch.refuses:
+            out.append(_known(entry, Context(survey, submodel, compute_dtype, options)))
+    if not out:
+        have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
+        why = f"does not serve {have}: no case proves it there; serves {_listed(patch.architectures)}"
+        out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
+    # Of several submodels, those it has nothing to do with are not worth a row each.
+    telling = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
+    return list(telling.values()) or [max(out, key=lambda d: d.already)]
+
+
+def _known(entry: Entry, context: Context) -> Decision:
+    """Decide about an architecture that a patch knows and does not serve."""
+    patch, submodel = entry.patch, context.submodel
+    assert submodel is not None  # noqa: S101 - it has an architecture
+    verdict = patch.condition(context)
+    if isinstance(verdict, NotNeeded):
+        return Decision(entry.id, submodel.path, "not needed", verdict.reason, code=verdict.code)
+    reason = f"{submodel.architecture}: {patch.refuses[submodel.architecture]}"
+    return replace(_blank(entry, context), reason=reason, hint=patch.suggests, code="known-not-to-serve")
+
+
+def _blank(entry: Entry, context: Context) -> Decision:
+    """A refusal without a reason yet."""
+    patch = entry.patch
+    unasked = not callable(patch.effect) and patch.effect in UNASKED
+    path = context.submodel.path if context.submodel else None
+    return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked, code="refused-here")
+
+
+def _decide_one(entry: Entry, context: Context, on_bodies: OnBodies) -> list[Decision]:
+    patch, own = entry.patch, _blank(entry, context)
+    verdict = patch.condition(context)
+    if isinstance(verdict, Refused):
+        return [replace(own, reason=verdict.reason, hint=patch.suggests, code=verdict.code)]
+    if isinstance(verdict, NotNeeded):
+        if mine := _in_force(context)[entry.id]:
+            return [_applied_already(own, mine)]
+        return [replace(own, decided="not needed", reason=verdict.reason, code=verdict.code)]
+    found = _resolved(entry, context)
+    if isinstance(found, Refused):
+        return [replace(own, reason=found.reason, code=found.code)]
+    grouped: dict[Effect, list[Edit]] = {}
+    for edit in found.to_do:
+        grouped.setdefault(_effect(entry, context, edit), []).append(edit)
+    own = replace(own, already=found.done, otherwise=found.otherwise)
+    if not grouped and not found.changed:
+        return [_applied_already(own, found.done)]
+    unseen = any(e.change.unseen for e in (*found.to_do, *found.changed))
+    if unseen and (reason := compiled_already(context.survey)):
+        return [replace(own, reason=reason, lapsed=found.lapsed, code="compiled")]
+    bodies = on_bodies(entry, context)
+    if isinstance(bodies, Refused):
+        return [replace(own, reason=bodies.reason, lapsed=found.lapsed, code=bodies.code)]
+    warnings = (bodies and bodies.reason, compiled_elsewhere(context.survey) if unseen else None)
+    reason = "; ".join((verdict.reason, *filter(None, warnings)))
+    offered = verdict if isinstance(verdict, Offered) else None
+    out = [
+        replace(
+            own,
+            decided="applied" if effect in UNASKED and not offered else "opt-in",
+            reason=reason,
+            effect=effect,
+            edits=tuple(edits),
+            hint=patch.suggests,
+            suggested=offered is None or offered.suggested,
+            lapsed=found.lapsed if any(e in found.again for e in edits) else "",
+            code=verdict.code if offered or effect in UNASKED else "changes-the-function",
+        )
+        for effect, edits in grouped.items()
+    ]
+    if found.changed:
+        edits = tuple(found.changed)
+        effect = _effect(entry, context, edits[0])
+        why = f"applied before; {found.changed_to} since, which stays unless this patch is asked for by name"
+        again = replace(own, decided="opt-in", reason=why, effect=effect, edits=edits, suggested=False, lapsed=why)
+        out.append(replace(again, code="changed-since"))
+    return out
+
+
+def _resolved(entry: Entry, context: Context) -> _Resolved | Refused:
+    """Return the edits of a patch, each looked up in the model; a refusal where one cannot be made, or has no place."""
+    found = _Resolved()
+    for template in entry.patch.edits:
+        try:
+            edits = list(template.resolve(context))
+        except RefusedError as error:
+            return Refused(str(error), "property")
+        if not edits and not template.where.may_be_empty:
+            return Refused(f"{template.where} matched nothing in {_place(context)}", "no-such-place")
+        for edit in edits:
+            found.sort_in(context.survey.root, entry.id, edit)
+    return found
+
+
+def _applied_already(own: Decision, edits: int) -> Decision:
+    reason = f"already applied ({edits} edit{'' if edits == 1 else 's'})"
+    return replace(own, decided="not needed", reason=reason, already=edits, code="already-applied")
+
+
+class _Resolved:
+    """The edits of one patch for one submodel, by what the model carries of them already."""
+
+    def __init__(self) -> None:
+        self.to_do: list[Edit] = []
+        self.again: list[Edit] = []
+        """Of these, those that were made before and are gone."""
+        self.changed: list[Edit] = []
+        """Made before, and somebody has set something else since."""
+        self.done = 0
+        self.otherwise = self.changed_to = ""
+
+    @property
+    def lapsed(self) -> str:
+        """Return a sentence about edits that were made before and are gone."""
+        if not self.again:
+            return ""
+        first = self.again[0]
+        record = record_at(first.module, first.change.place)
+        count = f"{len(self.again)} of its edits are" if len(self.again) > 1 else "one of its edits is"
+        patch = record.patch if record else "hfpatch"
+        return f"{patch} was applied before and {count} gone, first {first.slot} of {first.path or 'the model itself'}"
+
+    def sort_in(self, root: nn.Module, patch: str, edit: Edit) -> None:
+        """Look what the model carries of an edit, and what has become of it."""
+        there = record_at(edit.module, edit.change.place)
+        if there is None or (there.patch != patch and there.change != edit.change):
+            self.to_do.append(edit)  # another patch's: whether that is in force is a matter of conflicts
+            return
+        state = state_of(root, edit.module, there)
+        if state.in_force:
+            self.done += 1
+            if there.change != edit.change and not self.otherwise:
+                place = f"{edit.slot} of {edit.path or 'the model itself'}"
+                self.otherwise = (
+                    f"{place} was set to {show(there.after)} then, and would be set to {show(edit.after)} now: "
+                    f"hfpatch.revert(model, only={patch!r}) first, to have that"
+                )
+        elif state.word == "changed":
+            self.changed.append(edit)
+            self.changed_to = self.changed_to or f"{edit.slot} of {edit.path or 'the model'!r} is {state.now}"
+        else:
+            self.to_do.append(edit)
+            self.again.append(edit)
+
+
+def _effect(entry: Entry, context: Context, edit: Edit) -> Effect:
+    effect = entry.patch.effect
+    return effect(context, Target(edit.path, edit.module)) if callable(effect) else effect
+
+
+def ask(decision: Decision, asked: bool) -> Decision:
+    """Return a decision as it is for a caller who asked for its patch by name, or did not."""
+    if decision.decided != "opt-in":
+        return decision
+    if asked:
+        return replace(decision, decided="applied")
+    return replace(decision, hint=f'hfpatch.apply(model, include=["{decision.patch}"])')
+
+
+def _in_force(context: Context) -> Counter[str]:
+    """How many edits of each patch the object carries that are in force."""
+    root, modules = context.survey.root, context.survey.modules.values()
+    return context.survey.once(
+        "records", lambda: Counter(r.patch for m in modules for r in records_of(m) if state_of(root, m, r).in_force)
+    )
+
+
+def _version_refusal(entry: Entry) -> Decision | None:
+    import transformers
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    have = Version(transformers.__version__)
+    if entry.patch.fixed_in is not None and have >= Version(entry.patch.fixed_in):
+        why = f"transformers {have} has this fixed (since {entry.patch.fixed_in})"
+        return Decision("", None, "not needed", why, code="fixed-upstream")
+    if not SpecifierSet(entry.patch.transformers).contains(have, prereleases=True):
+        why = f"written for transformers {entry.patch.transformers}; installed is {have}"
+        return Decision("", None, "refused", why, code="transformers-version")
+    return None
+
+
+def _place(context: Context) -> str:
+    return context.submodel.place if context.submodel else type(context.survey.root).__name__
+
+
+def _listed(architectures: Sequence[str]) -> str:
+    return ", ".join(architectures[:6]) + (f" and {len(architectures) - 6} more" if len(architectures) > 6 else "")

@@ -1,0 +1,52 @@
+"""A change: what goes into a module is cast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hfpatch.compat import hooks
+from hfpatch.compat.sharding import narrows_stream
+from hfpatch.errors import RefusedError
+from hfpatch.patching.kinds.dtype_rule import DtypeRule
+from hfpatch.patching.kinds.hook_change import HookChange
+from hfpatch.patching.kinds.stream import cast, handing, stream_of
+
+
+@dataclass(frozen=True)
+class CastInput(HookChange):
+    """A forward pre-hook that casts the stream tensor: the first argument, or `hidden_states`, wherever it is passed.
+
+    Masks, position embeddings and caches are left as they are: a cast would turn a float32 mask's
+    lowest value into -inf.
+    """
+
+    rule: DtypeRule
+
+    @property
+    def slot(self) -> str:
+        return "input dtype"
+
+    def write(self, root: nn.Module, module: nn.Module, before: Any) -> None:
+        hooks.before(module, self, with_kwargs=True)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, Any] | None:
+        """Cast if there is something to cast. Without `kwargs` it was taken off during this call, and does nothing.
+
+        Raises:
+            RefusedError: FSDP would cast the float32 stream back on its way through the module.
+        """
+        if kwargs is None:
+            return None
+        if self.rule.weight is None and (why := narrows_stream(module)):
+            raise RefusedError(f"the stream was set to run in float32, and a {type(module).__name__} undoes it: {why}")
+        stream = stream_of(args, kwargs)
+        now = cast(stream, self.rule.of(module))
+        return None if now is stream else handing(now, stream, args, kwargs)
+
+    def __str__(self) -> str:
+        return str(self.rule)

@@ -1,0 +1,102 @@
+"""Tensors handed to a function with the wish that it computes in float32.
+
+The wish travels with the argument to the function itself: torch's norms and linear maps then compute in float32 and
+outside autocast, and the weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hfpatch.compat.functions import AsPlain
+
+
+def for_float32(value: Any) -> Any:
+    """Return a floating-point tensor in a form that carries the wish, and anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    if type(value) in (torch.Tensor, nn.Parameter, Float32Compute):
+        return value.as_subclass(Float32Compute)
+    return Float32ComputeProxy(value)
+
+
+class Float32Compute(torch.Tensor):
+    """A tensor for which the functions in `COMPUTED_IN_FLOAT32` compute in float32 and outside autocast.
+
+    For all others it is a plain one.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function. What it returns is plain, unless it is the tensor itself."""
+        kwargs = kwargs or {}
+        if func not in COMPUTED_IN_FLOAT32:
+            with AsPlain():
+                return func(*args, **kwargs)
+        device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
+        with _outside_autocast(device), AsPlain():
+            return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
+
+
+class Float32ComputeProxy:
+    """Does for a tensor of a class of its own (fake, distributed) what `Float32Compute` does for a plain one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["tensor"], name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function on the tensor itself."""
+        args, kwargs = _plain(tuple(args)), {k: _plain(v) for k, v in (kwargs or {}).items()}
+        if func not in COMPUTED_IN_FLOAT32:
+            return func(*args, **kwargs)
+        device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
+        with _outside_autocast(device):
+            return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
+
+
+def _operator(name: str) -> Any:
+    def method(self: Float32ComputeProxy, *others: Any) -> Any:
+        return getattr(self.tensor, name)(*map(_plain, others))
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem"):
+    setattr(Float32ComputeProxy, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+COMPUTED_IN_FLOAT32 = frozenset(
+    {functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm, functional.linear}
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Float32ComputeProxy):
+        return value.tensor
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def _outside_autocast(device: str) -> Any:
+    """A region without autocast; an empty one for meta, which has none (asking torch breaks a graph in torch 2.11)."""
+    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
+def _float32(value: Any) -> Any:
+    """A tensor in float32, a plain one: a dispatch mode (make_fx) refuses classes that it does not know."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    plain = (
+        value.as_subclass(torch.Tensor)
+        if type(value) is Float32Compute and not torch.compiler.is_compiling()
+        else value
+    )
+    return plain.float()

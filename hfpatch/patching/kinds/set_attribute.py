@@ -1,0 +1,64 @@
+"""A change: a module's plain attribute takes another value."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.states import ABSENT, HERE, State, show
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class SetAttribute(Change):
+    """A module's plain attribute takes another value: written, read and restored in its `__dict__`."""
+
+    name: str
+    value: Any
+
+    @property
+    def slot(self) -> str:
+        return self.name
+
+    @property
+    def after(self) -> Any:
+        return self.value
+
+    @property
+    def place(self) -> Hashable:
+        return SetAttribute, self.name
+
+    def now(self, module: nn.Module) -> Any:
+        return module.__dict__.get(self.name, ABSENT)
+
+    def inverse(self, root: nn.Module, module: nn.Module) -> Any:
+        return self.now(module)
+
+    def write(self, root: nn.Module, module: nn.Module, before: Any) -> None:
+        module.__dict__[self.name] = self.value  # past any setter: a compiled module's would write elsewhere
+
+    def read(self, root: nn.Module, module: nn.Module, before: Any) -> State:
+        now = self.now(module)
+        if _equal(now, self.value):
+            return HERE
+        if now is ABSENT:
+            return State("gone", "not there")
+        return State("gone" if _equal(now, before) else "changed", show(now))
+
+    def restore(self, root: nn.Module, module: nn.Module, before: Any) -> None:
+        if before is ABSENT:
+            module.__dict__.pop(self.name, None)
+        else:
+            module.__dict__[self.name] = before
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """True if two values are the same; a tensor or an array, whose comparison is no bool, equals itself only."""
+    if value is other:
+        return True
+    same = value == other
+    return isinstance(same, bool) and same

@@ -1,0 +1,133 @@
+"""A change: the values of a parameter or buffer are replaced in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.compat.modules import buffers, parameters
+from hfpatch.lora.expand import wrapped
+from hfpatch.model.survey import Survey
+from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.states import ABSENT, HERE, State
+
+COMPUTED = "computed from other tensors (parametrized, or pruned): take that off, then revert"
+
+
+@dataclass(frozen=True)
+class SetTensor(Change):
+    """A parameter's or buffer's values are replaced; the tensor stays the same object.
+
+    `before` is the old values. Where the tensor is gone, or has another shape since, there is nothing to put them back
+    into, and a revert drops the record.
+
+    Attributes:
+        name: The tensor's name in its module.
+        values: A picklable, comparable function of the old values to new ones of the same shape.
+    """
+
+    name: str
+    values: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def slot(self) -> str:
+        return f"tensor {self.name}"
+
+    @property
+    def after(self) -> Any:
+        return self.values
+
+    @property
+    def place(self) -> Hashable:
+        return SetTensor, self.name
+
+    def now(self, module: nn.Module) -> Any:
+        tensor = self._tensor(module)
+        if tensor is None or tensor.is_meta:
+            return ABSENT
+        return f"std {float(tensor.detach().float().std(correction=0)):.3g}"
+
+    def inverse(self, root: nn.Module, module: nn.Module) -> Any:
+        tensor = self._tensor(module)
+        return ABSENT if tensor is None else tensor.detach().clone()
+
+    def write(self, root: nn.Module, module: nn.Module, before: Any) -> None:
+        self._put(module, self.values(before))
+
+    def read(self, root: nn.Module, module: nn.Module, before: Any) -> State:
+        tensor = self._tensor(module)
+        if tensor is None:
+            return State("changed", COMPUTED) if self._computed(module) else State("gone", "no tensor any more")
+        if tensor.shape != before.shape:
+            return State("gone", f"of shape {tuple(tensor.shape)}")
+        return HERE
+
+    def compare(self, root: nn.Module, module: nn.Module, before: Any) -> State:
+        state = self.read(root, module, before)
+        tensor = self._tensor(module)
+        if tensor is None or state != HERE or _elsewhere(tensor):
+            return state
+        now = tensor.detach()
+        if _holds(now, self.values(before)):
+            return HERE
+        if _holds(now, before):
+            return State("gone", f"at what it was before the patch ({self.now(module)})")
+        return State("trained", f"trained or set since ({self.now(module)})")
+
+    def obstacle(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
+        tensor = self._tensor(module)
+        outside = wrapped(Survey(root))
+        if outside is not None and outside[1] == "FSDP":
+            return f"inside FSDP ({outside[0] or 'the model'}), which keeps the values in shards of its own"
+        if tensor is None:
+            return COMPUTED if self._computed(module) else None
+        return _elsewhere(tensor)
+
+    def restore(self, root: nn.Module, module: nn.Module, before: Any) -> None:
+        self._put(module, before)
+
+    def lift(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+        tensor = self._tensor(module)
+        if tensor is not None:
+            held.append(tensor.detach().clone())
+        self.restore(root, module, before)
+
+    def lower(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+        for values in held:
+            self._put(module, values)
+
+    def _tensor(self, module: nn.Module) -> torch.Tensor | None:
+        found = {**buffers(module), **parameters(module)}.get(self.name)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def _computed(self, module: nn.Module) -> bool:
+        """True if the tensor is no parameter any more, but made of others whenever the module is called."""
+        return isinstance(getattr(module, self.name, None), torch.Tensor)
+
+    def _put(self, module: nn.Module, values: torch.Tensor) -> None:
+        tensor = self._tensor(module)
+        if tensor is None and self._computed(module):
+            raise RuntimeError(f"it is {COMPUTED}")
+        if tensor is not None and tensor.shape == values.shape:
+            if elsewhere := _elsewhere(tensor):
+                raise RuntimeError(f"it is {elsewhere}")
+            tensor.detach().copy_(values)  # an interruption as torch.no_grad ends would leave gradients off for good
+
+
+def _holds(now: torch.Tensor, values: torch.Tensor) -> bool:
+    """True if a tensor holds these values, as far as its dtype, or a half precision it was in meanwhile, keeps them."""
+    rounded = (values, values.half(), values.bfloat16(), values.bfloat16().half(), values.half().bfloat16())
+    return any(torch.equal(now, each.to(now)) for each in rounded)
+
+
+def _elsewhere(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor's values are not all here to be compared or written; None where they are."""
+    if tensor.is_meta:
+        return "on meta: its values are offloaded, or were never loaded"
+    if type(tensor.data) is not torch.Tensor:
+        return f"a {type(tensor.data).__name__}, whose values are not all here: take the wrapper off that shards it"
+    return None

@@ -1,0 +1,47 @@
+"""A tiny model in which a patch is tried, as a value. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model in which a patch is tried.
+
+    Args:
+        architecture: `config.model_type` of the language model.
+        dtype: Dtype its weights are cast to.
+        scale: Parameter globs -> factor, to bring tiny random weights into the failing range.
+        fill: Parameter globs -> constant.
+        config: Overrides for the tiny config.
+        inside: Name of a composite of `hfpatch.lab.tiny` that holds the model; None for the bare model.
+        autocast: Dtype of an autocast region around the run; None for none.
+        attention: Implementation of attention; set in the config by hand, as people do where the setter refuses.
+        padded: Tokens of padding on the left of the first of the two rows.
+        tokens: Length of the two rows.
+        device: `cpu` or `cuda`; a case for `cuda` is run where there is such a device.
+        overflow: Scale what writes to the residual stream until the stream passes 65,504 and no branch of it does.
+    """
+
+    architecture: str
+    dtype: str = "float32"
+    scale: Mapping[str, float] = field(default_factory=dict[str, float])
+    fill: Mapping[str, float] = field(default_factory=dict[str, float])
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    inside: str | None = None
+    autocast: str | None = None
+    attention: str = "eager"
+    padded: int = 0
+    tokens: int = 12
+    device: Literal["cpu", "cuda"] = "cpu"
+    overflow: bool = False
+
+    def __str__(self) -> str:
+        inside = f" in {self.inside}" if self.inside else ""
+        autocast = f" under {self.autocast} autocast" if self.autocast else ""
+        attention = "" if self.attention == "eager" else f" {self.attention}"
+        padded = " padded" if self.padded else ""
+        return f"{self.architecture} {self.dtype}{attention}{padded}{autocast}{inside}"

@@ -1,0 +1,116 @@
+"""The proof of a patch: its own cases, built, planned, patched and run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hfpatch.errors import HfpatchError, InputError
+from hfpatch.given import shown
+from hfpatch.model.survey import Survey
+from hfpatch.patching.deciding import ask, decide
+from hfpatch.patching.decision import Decisions
+from hfpatch.patching.registry import Entry
+from hfpatch.patching.verifying.case import Case
+from hfpatch.patching.verifying.trial import build
+from hfpatch.patching.writing import carry_out
+from hfpatch.report import Sheet, Shown
+
+NO_GPU = "skipped: no GPU"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How a patch did on one of its cases. One that needs a GPU and finds none is skipped, which is not passed."""
+
+    patch: str
+    kind: str
+    case: str
+    passed: bool
+    text: str
+    skipped: bool = False
+
+    @property
+    def word(self) -> str:
+        """Return passed, failed or skipped."""
+        return "skipped" if self.skipped else "passed" if self.passed else "failed"
+
+
+class CaseResults(Shown, list[CaseResult]):
+    """How patches did on their cases; a list that prints as a table."""
+
+    @property
+    def skipped(self) -> int:
+        """Return the number of cases that were not run because they need a GPU."""
+        return sum(r.skipped for r in self)
+
+    @property
+    def passed(self) -> bool:
+        """True if no case that was run failed."""
+        return all(r.passed or r.skipped for r in self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON: passed, skipped, cases (patch, kind, case, passed, text, skipped)."""
+        return {"passed": self.passed, "skipped": self.skipped, "cases": [asdict(r) for r in self]}
+
+    def sheet(self) -> Sheet:
+        """Return a table with a row per case."""
+        rows = tuple((r.patch, r.kind, r.word, f"{r.case}\n{r.text}") for r in self)
+        title = f"{sum(r.passed for r in self)} of {len(self) - self.skipped} cases passed"
+        told = "case, and what was seen"
+        title = f"{title}; {self.skipped} skipped, no GPU" if self.skipped else title
+        return Sheet(title, ("patch", "kind", "", told), rows, wide=(told,))
+
+
+def prove_patch(entry: Entry) -> CaseResults:
+    """Run every case of a patch."""
+    if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
+    cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
+    return CaseResults(try_case(entry, case, kind) for case, kind in cases)
+
+
+def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
+    """Run one case: a `repro` must show the symptom and lose it, a `left alone` case must not be patched."""
+    if case.device == "cuda" and not torch.cuda.is_available():
+        return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
+    try:
+        return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
+    except (
+        HfpatchError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        StopIteration,
+    ) as error:
+        return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
+
+
+def try_repro(entry: Entry, case: Case) -> CaseResult:
+    """Show the symptom on the unpatched case and its absence on the patched one."""
+    trial = build(case)
+    before = entry.patch.symptom(trial)
+    made = plan_alone(entry, trial.model, asked=True)
+    carry_out(trial.model, made)
+    after = entry.patch.symptom(trial)
+    reason = "" if made.edits else f" ({'; '.join(d.reason for d in made.decisions)})"
+    passed = before is not None and after is None and bool(made.edits)
+    text = f"before: {before or 'no symptom'}; after: {after or 'cured'}{reason}"
+    return CaseResult(entry.id, "repro", str(case), passed, text)
+
+
+def _try_negative(entry: Entry, case: Case) -> CaseResult:
+    made = plan_alone(entry, build(case).model, asked=False)
+    decided = "; ".join(f"{d.decided}: {d.reason}" for d in made.decisions)
+    return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
+
+
+def plan_alone(entry: Entry, model: object, *, asked: bool) -> Decisions:
+    """Return the plan of one patch, named (`asked`) or not, its upstream bodies trusted unseen: for its own cases."""
+    survey = Survey(model)
+    decided = decide(entry, survey, None, entry.patch.options, on_bodies=lambda _entry, _context: None)
+    return Decisions(type(survey.root).__name__, tuple(ask(d, asked) for d in decided))
