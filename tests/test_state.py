@@ -20,7 +20,7 @@ import hfpatch
 from hfpatch.compat import hooks as tables
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, tiny_model
 from hfpatch.patching.record import Record, records_of
-from hfpatch.patching.writing import lifted
+from hfpatch.patching.writing import suspended
 from tests.fingerprint import fingerprint
 
 DATA = Path(__file__).parent / "data"
@@ -157,7 +157,7 @@ class TestHooks:
         logits(gemma, ids)
         assert bool(hfpatch.status(gemma)) == (action == "apply")
 
-    def test_the_order_of_hooks_stays_when_they_are_lifted_for_a_while(self, gemma: Any, ids: torch.Tensor) -> None:
+    def test_the_order_of_hooks_stays_when_they_are_suspended(self, gemma: Any, ids: torch.Tensor) -> None:
         fix = hfpatch.apply(gemma, only=FP16, verbose=False)
         gemma.model.norm.register_forward_hook(lambda *_: None)
         before = fingerprint(gemma)
@@ -271,7 +271,7 @@ class TestAttention:
         copies = [copy.deepcopy(model) for _ in range(2)]
         held = fingerprint(model)
         for fix in fixes:
-            with lifted(model, fix.log()):
+            with suspended(model, fix.log()):
                 chosen = {name: part.config._attn_implementation for name, part in parts.items()}
                 assert chosen.pop(first if fix is fixes[0] else second) == "eager"
                 assert all(name.startswith("hfpatch_") for name in chosen.values())

@@ -72,7 +72,7 @@ def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
 
 
 @contextmanager
-def lifted(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
+def suspended(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
     """Suspend the edits of these records that are in force, and resume them at the end of the context."""
     log = [(module, record) for module, record in log if state_of(root, module, record).in_force]
     begun: list[tuple[nn.Module, Record, list[Any]]] = []
@@ -80,8 +80,8 @@ def lifted(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generato
         for module, record in reversed(log):
             held: list[Any] = []
             begun.append((module, record, held))
-            record.change.lift(root, module, record.before, held)
+            record.change.suspend(root, module, record.before, held)
         yield
     finally:
         for module, record, held in reversed(begun):
-            record.change.lower(root, module, record.before, held)
+            record.change.resume(root, module, record.before, held)

@@ -33,7 +33,7 @@ from hfpatch.patching.verifying.lending import (
     parts_cast_their_input,
     weights_as,
 )
-from hfpatch.patching.writing import lifted
+from hfpatch.patching.writing import suspended
 from hfpatch.report.progress import patience
 
 SAME = ("exact", "equivalent")
@@ -171,7 +171,7 @@ class _Bench:
         """One answer; on a GPU, what it cost where the model runs as it is."""
         inputs = self.batch.inputs if way.weights is None else _cast_floats(self.batch.inputs, way.weights)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lifted(self.model, [*off, *(self.bare if way.bare else ())]))
+            stack.enter_context(suspended(self.model, [*off, *(self.bare if way.bare else ())]))
             stack.enter_context(as_it_was(self.model))
             if way.weights is not None:
                 stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))

@@ -10,7 +10,7 @@ import torch
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
 from hfpatch.model.survey import Survey
-from hfpatch.patching.deciding import ask, decide
+from hfpatch.patching.deciding import decide, opt_in
 from hfpatch.patching.decision import Decisions
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
@@ -112,5 +112,5 @@ def _try_negative(entry: Entry, case: Case) -> CaseResult:
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Decisions:
     """Return the plan of one patch, named (`asked`) or not, its upstream bodies trusted unseen: for its own cases."""
     survey = Survey(model)
-    decided = decide(entry, survey, None, entry.patch.options, on_bodies=lambda _entry, _context: None)
-    return Decisions(type(survey.root).__name__, tuple(ask(d, asked) for d in decided))
+    decided = decide(entry, survey, None, entry.patch.options, check_upstream=lambda _entry, _context: None)
+    return Decisions(type(survey.root).__name__, tuple(opt_in(d, asked) for d in decided))

@@ -15,7 +15,7 @@ from hfpatch.patching.context import Context, Target
 from hfpatch.patching.record import Record, logged
 from hfpatch.patching.verifying.compare import Edited, compare
 from hfpatch.patching.verifying.figures import Proof
-from hfpatch.patching.writing import lifted
+from hfpatch.patching.writing import suspended
 
 if TYPE_CHECKING:
     from hfpatch.patching.arguments import Names
@@ -77,7 +77,7 @@ def _effects(root: nn.Module, patch: str, log: Sequence[tuple[nn.Module, Record]
         return [effect] * len(log)
     options = registry.get(patch).patch.options
     out: list[str] = []
-    with lifted(root, log):
+    with suspended(root, log):
         survey = Survey(root)
         for module, _ in log:
             path = survey.path(module)
