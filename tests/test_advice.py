@@ -94,7 +94,7 @@ class TestWords:
 
     def test_of_an_architecture_that_it_does_not_serve(self) -> None:
         text = said("residual-overflow", tiny_model("zamba").half())
-        assert "refused here: the stream of its ZambaMambaDecoderLayer of zamba is float16, which ends at " in text
+        assert "refused here: the stream of its ZambaMambaDecoderLayer of zamba is float16, whose maximum is " in text
 
     def test_of_no_transformers_model(self) -> None:
         text = said("residual-overflow", nn.Linear(2, 2))

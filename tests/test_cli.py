@@ -125,7 +125,7 @@ def test_inspect(checkpoint: Path) -> None:
 
 def test_plan(checkpoint: Path) -> None:
     text = good("plan", checkpoint)
-    assert "weights are not loaded" in text
+    assert "the weights are not loaded" in text
     assert max(map(len, text.splitlines())) <= 80
     shown = json.loads(good("plan", checkpoint, "--json", "--only", "fp16-*"))
     assert set(shown) == {"model", "decisions", "unknown"}

@@ -160,6 +160,6 @@ class NotRun(Speech):
 def test_a_forward_that_cannot_be_run_is_judged_by_structure() -> None:
     model = NotRun(torchs(24))
     assert aligned(model) == ["connector.2"]
-    assert "ln (what it feeds cannot be told)" in reasons(model)
+    assert "ln (it is unknown what it feeds)" in reasons(model)
     model.connector = nn.Linear(24, model.llm.config.hidden_size)
     assert aligned(model) == ["ln"]

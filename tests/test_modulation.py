@@ -631,7 +631,7 @@ def test_other_bounds_are_said_and_not_set_on_top() -> None:
     fix = apply(model)
     (found,) = fix.plan.decisions
     assert fix.edits == ()
-    assert "was set to 0.25 to 3, 1 at 0 then, and would be set to 0.5 to 1.5, 1 at 0 now: " in found.otherwise
+    assert "was set to 0.25 to 3, 1 at 0, and would be set to 0.5 to 1.5, 1 at 0 now: " in found.otherwise
     assert found.otherwise in announcement(fix.plan)[0]
 
 

@@ -66,8 +66,11 @@ def longer(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (applied, rf"input dtype of .* was to be changed by {FP16}, which is now not needed: already applied"),
-        (widened, rf"input dtype of model.layers.0.*{FP16}, which is now not needed: the residual stream is float32"),
+        (applied, rf"{FP16} was to change input dtype of .*, and is now not needed: already applied"),
+        (
+            widened,
+            rf"{FP16} was to change input dtype of .*, and is now not needed: the residual stream is float32",
+        ),
         (exchanged, rf"{FP16}: model.layers.1\S* is another module now"),
         (longer, rf"{FP16}: .*model.layers.*"),
     ],
@@ -76,7 +79,7 @@ def test_a_model_that_has_changed(half: Any, change: Any, told: str) -> None:
     made = hfpatch.plan(half, only=FP16)
     change(half)
     before = hfpatch.status(half).to_dict()
-    with pytest.raises(StalePlanError, match=rf"{told}.*make the plan anew: hfpatch.plan\(model\)") as error:
+    with pytest.raises(StalePlanError, match=rf"{told}.*make a new plan: hfpatch.plan\(model\)") as error:
         made.apply()
     assert error.value.code == "stale-plan"
     assert hfpatch.status(half).to_dict() == before
@@ -107,7 +110,7 @@ def test_a_copy_knows_no_model_and_a_plan_outlives_its_model(half: Any) -> None:
     made = hfpatch.plan(half, only=FP16)
     for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):  # noqa: S301
         assert twin.to_dict() == made.to_dict()
-        with pytest.raises(StalePlanError, match="is a copy, which knows no model; make the plan anew"):
+        with pytest.raises(StalePlanError, match="is a copy, which has no reference to the model; make a new plan"):
             twin.apply()
 
 
@@ -116,7 +119,7 @@ def test_the_plan_holds_no_more_of_the_model_than_its_edits() -> None:
     made = hfpatch.plan(model, only=FP16)
     del model
     gc.collect()
-    with pytest.raises(StalePlanError, match="this plan is of a Gemma3ForCausalLM that is gone"):
+    with pytest.raises(StalePlanError, match="this plan is for a Gemma3ForCausalLM that no longer exists"):
         made.apply()
     assert made.to_dict()["decisions"]
 

@@ -528,7 +528,7 @@ def test_what_was_trained_since_stays_unless_the_patch_is_named(capsys: Any) -> 
     kept = copy.deepcopy(model)
     capsys.readouterr()
     fix.revert()
-    assert "projection-init: speech_proj was trained since and stays as it is" in capsys.readouterr().err
+    assert "speech_proj was trained since projection-init and keeps its values" in capsys.readouterr().err
     assert torch.equal(model.speech_proj.weight, learned.weight)
     assert torch.equal(model.speech_proj.bias, learned.bias)
     assert (model.ln_speech.eps, bool(hfpatch.status(model))) == (1e-4, False)

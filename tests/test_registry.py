@@ -62,7 +62,7 @@ GOOD = (Path(patches.__path__[0]) / "shared" / "eps_alignment.py").read_text()
         ("broken_empty", '"""Doc."""\n', 1, "no PATCH"),
         ("broken_headings", GOOD.replace("## Numerics", "## Numbers"), 1, "headings"),
         ("broken_effect", GOOD.replace("effect=effect", 'effect="harmless"'), None, "harmless"),
-        ("broken_cases", GOOD.replace("repros=(", "repros=() and ("), None, "at least one repro"),
+        ("broken_cases", GOOD.replace("repros=(", "repros=() and ("), None, "at least one case of each"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line_and_the_others_load(

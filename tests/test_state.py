@@ -20,7 +20,7 @@ import hfpatch
 from hfpatch.compat import hooks as tables
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, tiny_model
 from hfpatch.patching.record import Record, records_of
-from hfpatch.patching.writing import lifted
+from hfpatch.patching.writing import suspended
 from tests.fingerprint import fingerprint
 
 DATA = Path(__file__).parent / "data"
@@ -157,7 +157,7 @@ class TestHooks:
         logits(gemma, ids)
         assert bool(hfpatch.status(gemma)) == (action == "apply")
 
-    def test_the_order_of_hooks_stays_when_they_are_lifted_for_a_while(self, gemma: Any, ids: torch.Tensor) -> None:
+    def test_the_order_of_hooks_stays_when_they_are_suspended(self, gemma: Any, ids: torch.Tensor) -> None:
         fix = hfpatch.apply(gemma, only=FP16, verbose=False)
         gemma.model.norm.register_forward_hook(lambda *_: None)
         before = fingerprint(gemma)
@@ -176,7 +176,7 @@ class TestAttributes:
         assert (offered.decided, offered.worst) == ("opt-in", True)
         assert hfpatch.plan(model, include="eps-alignment").edits[0].after == 1e-6
         fix.revert()
-        assert "not put back: ln_speech: eps is 0.001; eps-alignment had set it to 1e-06" in capsys.readouterr().err
+        assert "not reverted: ln_speech: eps is 0.001; eps-alignment had set it to 1e-06" in capsys.readouterr().err
         assert model.ln_speech.eps == 1e-3
         assert "get_input_embeddings" not in model.__dict__  # everything else went
         assert hfpatch.status(model).patches == ()
@@ -202,7 +202,7 @@ class TestAttributes:
         model.ln_speech.eps = value
         assert words(model, "eps-alignment") == {"changed"}
         fix.revert()
-        assert "hfpatch: not put back: ln_speech: eps is " in capsys.readouterr().err
+        assert "hfpatch: not reverted: ln_speech: eps is " in capsys.readouterr().err
         assert model.ln_speech.eps is value
         hfpatch.revert(model, only="eps-alignment")
         assert model.ln_speech.eps == 1e-4
@@ -271,7 +271,7 @@ class TestAttention:
         copies = [copy.deepcopy(model) for _ in range(2)]
         held = fingerprint(model)
         for fix in fixes:
-            with lifted(model, fix.log()):
+            with suspended(model, fix.log()):
                 chosen = {name: part.config._attn_implementation for name, part in parts.items()}
                 assert chosen.pop(first if fix is fixes[0] else second) == "eager"
                 assert all(name.startswith("hfpatch_") for name in chosen.values())
@@ -359,7 +359,7 @@ class TestTensors:
         told = {e.record.slot: e.state.word for e in hfpatch.status(model).edits}
         assert told == {"tensor weight": "changed", "tensor bias": "here"}
         hfpatch.revert(model)
-        assert "not put back: speech_proj: tensor weight is computed from other tensors" in capsys.readouterr().err
+        assert "not reverted: speech_proj: tensor weight is computed from other tensors" in capsys.readouterr().err
         with pytest.raises(hfpatch.errors.RevertError, match="it is computed from other tensors"):
             hfpatch.revert(model, only="projection-init")
         assert words(model, "projection-init") == {"changed"}
@@ -479,7 +479,7 @@ class TestCompiledComposite:
         with torch.no_grad():
             compiled(ids)
         with pytest.raises(
-            hfpatch.errors.RevertError, match=r"which stopped no other edit: .*torch._dynamo.reset\(\) first"
+            hfpatch.errors.RevertError, match=r"which does not affect the others: .*torch._dynamo.reset\(\) first"
         ):
             fix.revert()
         assert FP16 in hfpatch.status(model).patches

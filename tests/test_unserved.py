@@ -37,7 +37,8 @@ def test_a_float16_tower_is_named_and_what_is_served_is_not(architecture: str, p
     assert rows(model, compute_dtype=torch.bfloat16) == []
     (row,) = unserved(Survey(model))
     assert str(row) == (
-        f"{path}, {cls} of {tower}, runs in float16 and is not served: no case proves the patch for this architecture"
+        f"{path}, {cls} of {tower}, runs in float16 and is not supported: "
+        "no case proves the patch for this architecture"
     )
     assert row.to_dict() == {
         "path": path, "class": cls, "architecture": tower, "dtype": "float16", "refused": False, "reason": row.reason,
@@ -73,7 +74,7 @@ def test_layers_that_somebody_else_wrote() -> None:
         layer.__class__ = Gated
     (row,) = unserved(Survey(model))
     assert (row.path, row.refused) == ("model.layers", True)
-    assert row.reason.startswith("it was not proved with tests.test_fp16.Gated.forward")
+    assert row.reason.startswith("it was not tested with tests.test_fp16.Gated.forward")
 
 
 def test_encoders_outside_transformers() -> None:

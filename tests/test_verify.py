@@ -169,7 +169,7 @@ def test_what_cannot_be_rebuilt_is_named(ids: torch.Tensor) -> None:
     with torch.no_grad():
         model(input_ids=ids.repeat(1, 4))
     notes = hfpatch.verify(model.half(), {"input_ids": ids.repeat(1, 4)}, runs=()).notes
-    (note,) = [n for n in notes if "not rebuilt" in n]
+    (note,) = [n for n in notes if "cannot be rebuilt" in n]
     assert "model.rotary_emb.inv_freq" in note
     notes = hfpatch.verify(tiny_model("deepseek_v3").bfloat16(), {"input_ids": ids}, runs=()).notes
     (note,) = [n for n in notes if "stored with the weights" in n]
@@ -384,7 +384,7 @@ def test_rows_are_chosen(ids: torch.Tensor) -> None:
     assert hfpatch.verify(model, batch, runs=[]).rows == ()
     with pytest.raises(hfpatch.errors.InputError, match=r"runs='bf16': no such row .* bfloat16 weights"):
         hfpatch.verify(model, batch, runs="bf16")
-    with pytest.raises(hfpatch.errors.InputError, match="takes names of rows"):
+    with pytest.raises(hfpatch.errors.InputError, match="must be a name or names of rows"):
         hfpatch.verify(model, batch, runs=3)  # pyright: ignore[reportArgumentType]
 
 

@@ -181,9 +181,9 @@ def test_a_wrapper_around_one_layer_only(ids: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (CastsByHand, "model.layers.0 is a CastsByHand around the decoder layer: what it adds reads the stream in fl"),
+        (CastsByHand, "model.layers.0 is a CastsByHand around the decoder layer: a part of it reads the stream in fl"),
         (Multiplies, "model.layers.0 is a Multiplies around the decoder layer: with a float32 stream and weights in "),
-        (HandsOnHalf, "model.layers.0 is a HandsOnHalf around the decoder layer: it hands the stream on in float16"),
+        (HandsOnHalf, "model.layers.0 is a HandsOnHalf around the decoder layer: it passes the stream on in float16"),
         (Several, "model.layers.0 is a Several, which holds 2 decoder layers, and which of them it runs is unknown"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Patches: the language they are written in, their registry, and the engine that plans, applies and undoes them."""
+"""Patches: the language they are written in, their registry, and the code that plans, applies and reverts them."""
 
 from pathlib import Path
 

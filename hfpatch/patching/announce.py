@@ -1,4 +1,4 @@
-"""What `apply` says: the worst news, what was done, what else there is."""
+"""The lines that `apply` prints: problems first, then the patches that were applied, then the opt-in ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hfpatch.patching.decision import Decision, Decisions
 
 
 def announcement(made: Decisions) -> list[str]:
-    """Two to four lines: the worst news, what was applied where and with which effect, and what else there is."""
+    """Return two to four lines: problems, patches that were applied (where, with which effect), and opt-in patches."""
     decisions = made.decisions
     lines = [f"hfpatch: {text}" for text in _worst([d for d in decisions if d.worst])]
     by_patch: dict[str, list[Decision]] = {}
@@ -32,7 +32,7 @@ def announcement(made: Decisions) -> list[str]:
     opt_in = [d for d in made.of("opt-in") if d.suggested and not d.worst]
     refused = [d for d in made.of("refused") if d.vital is not None and d.unasked and not d.worst]
     if opt_in:
-        lines.append(f"hfpatch: opt-in, not run unasked: {_listed(d.patch for d in opt_in)} ({opt_in[0].hint})")
+        lines.append(f"hfpatch: opt-in, not applied: {_listed(d.patch for d in opt_in)} ({opt_in[0].hint})")
     elif refused and not done:
         lines.append(f"hfpatch: refused: {refused[0].patch}: {refused[0].reason}")
     if len(lines) < 2:
@@ -49,7 +49,7 @@ def _places(decisions: Iterable[Decision]) -> str:
 
 
 def _worst(decisions: list[Decision]) -> list[str]:
-    """At most two lines: a fault that can happen here and is not mended, an edit that is not there any more."""
+    """Return at most two lines about faults that can occur and are not fixed, and edits that are gone."""
     lines = list(dict.fromkeys(d.worst_news for d in decisions))
     return lines if len(lines) <= 2 else [lines[0], f"{lines[1]} (and {len(lines) - 2} more such: print(handle))"]
 

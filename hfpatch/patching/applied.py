@@ -1,4 +1,4 @@
-"""The handle of an application: what was done, what has become of it, and the way back."""
+"""The handle that `apply` returns: the plan, the present state of its edits, and revert."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Applied(Shown):
-    """What an apply did. Printing it shows a table; as a context manager it reverts at the end.
+    """The result of `hfpatch.apply`. Printing it shows a table; as a context manager it reverts at the end.
 
     Attributes:
-        model: The patched module, the one that was passed.
-        plan: What was planned, decision by decision.
-        id: Names this application in the records the model carries.
+        model: The patched module.
+        plan: The plan that was applied, decision by decision.
+        id: Id of this application in the records that the model carries.
     """
 
     model: nn.Module
@@ -37,47 +37,49 @@ class Applied(Shown):
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """What was changed, in order."""
+        """The edits that were made, in the order of the plan."""
         return self.plan.edits
 
     @property
     def new_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters the patches added and the model still carries, for the optimizer."""
+        """Parameters that the patches added and the model still has, for the optimizer."""
         return tuple(p for m, r in self.log() for p in r.change.added(self.model, m, r.before))
 
     def log(self) -> list[tuple[nn.Module, Record]]:
-        """Return the records of it that the model carries: each edited module with its record, in the model's order."""
+        """Return (module, record) for each of its records that the model still carries, in module order."""
         return [(module, record) for _, module, record in logged(self.model, self.id)]
 
     def status(self) -> Status:
-        """Return what has become of this application's edits, by a look at the model."""
+        """Return the present state of this application's edits in the model."""
         return status_of(self.model, self.id, compare=False)
 
     def revert(self) -> None:
-        """Put back everything this application changed; a second call finds nothing to do.
+        """Undo the edits of this application. A second call finds nothing to do.
 
-        What somebody else set since stays as it is, and so do tensors that a patch drew and that were trained since;
-        layers that a patch added go, trained or not. Each of these is said on stderr.
+        Values that were set by other code since stay, and so do tensors that a patch initialised and that were trained
+        since. Layers that a patch added are removed, trained or not. Each of these is reported on stderr.
 
         Raises:
-            RevertError: Some edits could not be undone (a compiled model was called meanwhile); all others were.
+            RevertError: Some edits could not be undone, e.g. because a compiled model was called. The others are not
+                affected.
         """
         with one_at_a_time():
             undo_all(self.model, logged(self.model, self.id))
 
     def verify(self, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
-        """Run this model on this batch, before and after, against float32 with the same weights.
+        """Run this model on a batch, without and with the patches, and compare with float32 with the same weights.
 
-        Edits that claim to compute the same are measured against the model without them. What changes the function (a
-        projector drawn anew) is in place in every row, and what it did to the loss is said on its own. Where nothing
-        is applied this compares dtypes, as `hfpatch.verify` does.
+        Exact and equivalent edits are compared with the model without them. Patches that change the function (e.g. a
+        re-initialised projector) are in place in every row, and their effect on the loss is reported separately. If
+        nothing is applied, this compares dtypes, as `hfpatch.verify` does.
 
         Args:
             batch: As for `hfpatch.verify`.
             runs: As for `hfpatch.verify`, e.g. `["before", "after"]`.
 
         Returns:
-            Loss, KL and top-1 for: as it was, patched, and the stock alternatives. Prints as a table.
+            Loss, KL divergence and top-1 agreement without the patches, with them, and of the stock alternatives.
+            Prints as a table.
 
         Raises:
             InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
@@ -87,11 +89,11 @@ class Applied(Shown):
         return prove(self.model, self.plan, self.log(), batch, runs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON: id, plan (`Plan.to_dict`), status (`Status.to_dict`, by a look at the model)."""
+        """Return id, plan (`Plan.to_dict`) and present status (`Status.to_dict`), for JSON."""
         return {"id": self.id, "plan": self.plan.to_dict(), "status": self.status().to_dict()}
 
     def sheet(self) -> Sheet:
-        """As a table."""
+        """Return the plan as a table, with the edits that are no longer in force."""
         status = self.status()
         state = "Applied to" if status.edits or not self.edits else "Reverted on"
         return sheet(f"{state} {self.plan.model}", self.plan, lapsed=status.lapsed_lines() if status.edits else ())

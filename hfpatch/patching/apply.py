@@ -1,4 +1,4 @@
-"""The two verbs: `plan` decides and changes nothing, `apply` carries a plan out, all or nothing."""
+"""`plan` decides what each patch would do and changes nothing; `apply` patches the model, all or nothing."""
 
 from __future__ import annotations
 
@@ -27,52 +27,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a plan was made from: the model, which it does not keep alive, and the arguments of `hfpatch.plan`."""
+    """The source of a plan.
+
+    Attributes:
+        model: A weak reference to the model.
+        arguments: The other arguments of `hfpatch.plan`.
+    """
 
     model: weakref.ref[nn.Module]
-    asking: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Decisions):
-    """What a set of patches would do to a model. Printing it shows a table, `apply()` carries it out.
+    """The decisions about a set of patches for a model. Printing it shows a table, `apply()` applies it.
 
     Attributes:
-        origin: What it was made from; a copy of a plan, or one that was pickled, has none.
+        origin: The model and arguments it was made from; None for a copied or unpickled plan.
     """
 
     origin: Origin | None = field(default=None, compare=False)
 
     def apply(self, *, verbose: bool = True) -> Applied:
-        """Do exactly this to the model it was made for, if the model is still as it was then.
+        """Apply this plan to the model it was made for, if the same plan still results for it.
 
-        It is made again, and compared with this one. It holds the modules that its edits would change, and only a weak
-        reference to the model, so keep the model yourself.
+        The plan is made again and compared with this one. A plan holds the modules that its edits would change, but
+        only a weak reference to the model, so keep a reference to the model yourself.
 
         Args:
             verbose: As for `hfpatch.apply`.
 
         Returns:
-            The handle, as `hfpatch.apply` gives it.
+            The handle, as `hfpatch.apply` returns it.
 
         Raises:
-            StalePlanError: The model has changed, or is gone; nothing was changed.
-            ApplyError: An edit failed; those before it were undone.
-            HfpatchError: As `hfpatch.apply`.
+            StalePlanError: The model has changed or no longer exists, or this plan is a copy; nothing was changed.
+            ApplyError: An edit failed; the edits before it were undone.
+            HfpatchError: As for `hfpatch.apply`.
         """
         want("plan.apply", verbose=(verbose, FLAG))
         model = None if self.origin is None else self.origin.model()
         if self.origin is None or model is None:
-            why = "is a copy, which knows no model" if self.origin is None else f"is of a {self.model} that is gone"
-            raise StalePlanError(f"plan.apply: this plan {why}; make the plan anew: hfpatch.plan(model)")
+            copied = "is a copy, which has no reference to the model"
+            why = copied if self.origin is None else f"is for a {self.model} that no longer exists"
+            raise StalePlanError(f"plan.apply: this plan {why}; make a new plan: hfpatch.plan(model)")
         with one_at_a_time():
-            now = plan(model, **self.origin.asking)
-            if (told := difference(self, now)) is not None:
+            now = plan(model, **self.origin.arguments)
+            if (changed := difference(self, now)) is not None:
                 raise StalePlanError(
-                    f"plan.apply: the {self.model} is not as it was when this was planned: {told}; nothing was "
-                    "changed; make the plan anew: hfpatch.plan(model)"
+                    f"plan.apply: the {self.model} has changed since this plan was made: {changed}; nothing was "
+                    "applied; make a new plan: hfpatch.plan(model)"
                 )
-            return _applied(now, model, self.origin.asking["only"], verbose=verbose)
+            return _applied(now, model, self.origin.arguments["only"], verbose=verbose)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "origin": None}  # a reference to a model cannot be copied
@@ -91,22 +97,26 @@ def plan(
     """Decide what each patch would do to a loaded model. Changes nothing.
 
     Args:
-        model: A module, however wrapped (PEFT, DDP, compile), or an object whose `.model` is one (a Trainer).
+        model: A module, wrapped or not (PEFT, DDP, compile), or an object whose `.model` is one (a Trainer).
         only: Ids or globs of the patches to consider; those whose condition holds are applied, opt-in ones too.
-        include: Ids or globs of opt-in patches to apply as well; `"suggested"` for all whose condition holds.
+        include: Ids or globs of opt-in patches to apply too; `"suggested"` for every opt-in patch that fixes something
+            in this model.
         exclude: Ids or globs of patches to leave out.
-        added_modules: Paths (globs) or modules that are your own additions, where they are not found by themselves.
-        compute_dtype: A dtype the model will be run in and is not in yet.
-        options: `{patch id: {name: value}}`.
+        added_modules: Paths (globs) or modules that you added, if they are not detected.
+        compute_dtype: The dtype the model will run in, if its weights have another one now.
+        options: Options of patches: `{patch id: {name: value}}`.
+
+    Returns:
+        The plan. Prints as a table.
 
     Raises:
         NotAModelError: `model` holds no torch module.
-        UnknownPatchError: A name that matches no patch.
-        PatchFileError: A name whose file does not load.
-        ConflictError: Two patches want different things of the same place.
-        InputError: Another argument cannot be used.
+        UnknownPatchError: A name matches no patch.
+        PatchFileError: The file of a named patch does not load.
+        ConflictError: Two patches want different values in the same place.
+        InputError: Another argument is invalid.
     """
-    asking: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "only": only,
         "include": include,
         "exclude": exclude,
@@ -114,8 +124,8 @@ def plan(
         "compute_dtype": compute_dtype,
         "options": options,
     }
-    made = decisions(model, **asking)
-    origin = Origin(weakref.ref(root_module(model)), asking)
+    made = decisions(model, **arguments)
+    origin = Origin(weakref.ref(root_module(model)), arguments)
     return Plan(made.model, made.decisions, made.unknown, made.named, origin)
 
 
@@ -132,14 +142,14 @@ def apply(
 ) -> Applied:
     """Patch a loaded model in place.
 
-    Without names it runs the patches whose condition holds for this model and whose effect is exact,
-    equivalent or preparing; it adds no parameters and leaves alone what trained weights compute. What
-    else there is stands in the plan, each with its reason and, if opt-in, the line to type.
+    By default it applies the patches whose condition holds for this model and whose effect is `exact`,
+    `equivalent` or `prepares`; these add no parameters and do not change what trained weights compute. The
+    plan lists the other patches, each with a reason and, if opt-in, the line to type.
 
     Args:
-        model: A module, however wrapped, or an object whose `.model` is one (a Trainer).
-        verbose: Say on stderr (rank 0) what was applied where, and what else is suggested.
-        only: As for `hfpatch.plan`, like all that follow.
+        model: A module, wrapped or not, or an object whose `.model` is one (a Trainer).
+        verbose: Print on stderr (rank 0) which patches were applied where, and which others are suggested.
+        only: As for `hfpatch.plan`.
         include: As for `hfpatch.plan`.
         exclude: As for `hfpatch.plan`.
         added_modules: As for `hfpatch.plan`.
@@ -150,8 +160,9 @@ def apply(
         A handle: `.plan`, `.edits`, `.verify(batch)`, `.revert()`; also a context manager.
 
     Raises:
-        ApplyError: An edit failed; those before it were undone.
-        HfpatchError: As `hfpatch.plan`; nothing was changed.
+        ApplyError: An edit failed; the edits before it were undone.
+        RefusedError: A patch that `only` names by its id is refused; nothing was changed.
+        HfpatchError: As for `hfpatch.plan`; nothing was changed.
     """
     want("apply", verbose=(verbose, FLAG))
     with one_at_a_time():
@@ -176,10 +187,10 @@ def _applied(made: Plan, root: nn.Module, only: Names, *, verbose: bool) -> Appl
 
 
 def check_asked(made: Plan, only: Names) -> None:
-    """Raise if a patch that was named by its id is refused; one that only a glob names may be.
+    """Raise an error if a patch that `only` names by its id, not by a glob, is refused.
 
     Raises:
-        RefusedError: With the reason.
+        RefusedError: The patch is refused, with the reason.
     """
     for patch_id in names(only):
         mine = [d for d in made.decisions if d.patch == patch_id]

@@ -1,4 +1,4 @@
-"""What callers pass to plan, apply and revert, checked: names of patches, options, dtypes."""
+"""Checks the arguments of plan, apply and revert: names of patches, options, dtypes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Names = str | Iterable[str] | None
 
 
 def names(given: Names) -> list[str]:
-    """Names as a caller gave them.
+    """Return a caller's patch names as a list.
 
     Raises:
-        InputError: They are none.
+        InputError: The argument is neither a string nor a collection of strings.
     """
     found: Any = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(found, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in found):
@@ -30,21 +30,21 @@ def names(given: Names) -> list[str]:
 
 
 def ids(given: Names) -> set[str]:
-    """The patches that names and globs mean.
+    """Return the ids of the patches that ids and globs match.
 
     Raises:
-        InputError: They are no names.
-        UnknownPatchError: One matches no patch.
+        InputError: The argument is neither a string nor a collection of strings.
+        UnknownPatchError: A name matches no patch.
     """
     return {patch_id for name in names(given) for patch_id in registry.match(name)}
 
 
 def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """The options a caller set, by patch.
+    """Return the options that a caller set, by patch id.
 
     Raises:
-        InputError: They are no options, or a patch has none of that name.
-        UnknownPatchError: No such patch.
+        InputError: The argument is not a nested mapping, or a patch has no option of that name.
+        UnknownPatchError: No patch has that id.
     """
     out: dict[str, dict[str, Any]] = {}
     if given is not None and not _is_nested(given):
@@ -69,10 +69,10 @@ def _is_nested(given: Any) -> bool:
 
 
 def as_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype to compute in, from a dtype or its name.
+    """Return the compute dtype for a dtype or its name.
 
     Raises:
-        InputError: It is neither.
+        InputError: The argument is not one of float16, bfloat16, float32 and float64.
     """
     import torch
 

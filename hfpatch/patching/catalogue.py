@@ -1,4 +1,4 @@
-"""What patches there are, and what each is about: for `list` and `explain`. Imports no torch."""
+"""`hfpatch.list_patches` and `hfpatch.explain`: the patches in the registry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet, Shown
 
 MANY = 8
-"""Cases alike that are counted and not listed."""
+"""From this number on, similar cases are counted instead of listed."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,11 +36,11 @@ class Catalogue(Shown, Sequence[Entry]):
         return iter(self.entries)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return all entries as plain values, for JSON."""
         return {"patches": [e.to_dict() for e in self.entries]}
 
     def sheet(self) -> Sheet:
-        """As a table."""
+        """Return a table with a row per patch."""
         rows = tuple((e.id, e.effect, f"{e.patch.title}\n({_serves(e)})") for e in self.entries)
         return Sheet(
             f"{len(rows)} patches",
@@ -52,16 +52,16 @@ class Catalogue(Shown, Sequence[Entry]):
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """All there is to know of a patch without a model."""
+    """The documentation of a patch."""
 
     entry: Entry
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the entry as plain values, for JSON."""
         return self.entry.to_dict()
 
     def sheet(self) -> Sheet:
-        """Return it as a table."""
+        """Return the documentation as a table."""
         entry, patch = self.entry, self.entry.patch
         rows: list[tuple[str, str]] = [
             ("serves", _serves(entry)),
@@ -86,25 +86,32 @@ class Explanation(Shown):
 
 
 def list_patches(architecture: str | None = None) -> Catalogue:
-    """The patches in the registry, all or those written for an architecture (`config.model_type`)."""
+    """Return the patches in the registry.
+
+    Args:
+        architecture: A `config.model_type`; None for the patches of all architectures.
+    """
     want("list_patches", architecture=(architecture, optional(TEXT)))
     found = registry.entries().values()
     return Catalogue(tuple(e for e in found if architecture is None or e.serves(architecture)))
 
 
 def explain(patch_id: str) -> Explanation:
-    """What a patch mends, changes and costs, its limits, cases and sources.
+    """Return the documentation of a patch: the fault, the fix, its numerics, limits, cases and sources.
+
+    Args:
+        patch_id: Id of the patch.
 
     Raises:
-        UnknownPatchError: No such patch; near names are listed.
-        PatchFileError: Its file has an error in it.
+        UnknownPatchError: No patch has this id; similar names are listed.
+        PatchFileError: The patch's file does not load.
     """
     want("explain", patch_id=(patch_id, TEXT))
     return Explanation(registry.get(patch_id))
 
 
 def _alike(cases: Iterable[Case]) -> list[str]:
-    """Cases in words; those that differ in nothing but the architecture as one, where they are many."""
+    """Return the cases as text; if many differ only in the architecture, these are counted instead."""
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(str(replace(case, architecture="")).strip(), []).append(case)

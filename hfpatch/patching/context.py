@@ -1,4 +1,4 @@
-"""What a patch may read when the plan asks it: one submodel of one object, and what the caller said."""
+"""The input of a patch's functions: one submodel of an object, and the caller's options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """One module an edit would change."""
+    """A module that an edit would change, with its path."""
 
     path: str
     module: nn.Module
@@ -29,7 +29,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Context:
-    """The object, the submodel in question, and the caller's wishes. Reading it changes nothing."""
+    """The object, one of its submodels, and the caller's options. Reading it changes nothing.
+
+    Attributes:
+        survey: Of the whole object.
+        submodel: The submodel that is decided about; None for the object as a whole.
+        compute_dtype: The dtype the model will run in, if that is not the dtype of its weights.
+        options: The options of the patch, with defaults filled in.
+    """
 
     survey: Survey
     submodel: Submodel | None
@@ -38,17 +45,17 @@ class Context:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """Layers and their parts: a decoder's last, an encoder's before it; none where there is no such shape."""
+        """The stacks of layers: an encoder's first, the decoder's last; empty if none was recognised."""
         return () if self.submodel is None else self.survey.stacks.get(self.submodel.path, ())
 
     @property
     def stack(self) -> Stack | None:
-        """The decoder's layers and their parts; None where the submodel has no such shape."""
+        """The decoder's stack of layers; None if none was recognised."""
         return self.stacks[-1] if self.stacks else None
 
     @cached_property
     def stream_dtype(self) -> torch.dtype | None:
-        """Dtype of the decoder's residual stream as the weights stand now; None without a stack."""
+        """Dtype of the decoder's residual stream, from its present weights; None without a stack."""
         from hfpatch.model.roles import stream_dtype
 
         if self.submodel is None or self.stack is None:
@@ -57,7 +64,7 @@ class Context:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype the submodel computes in: what the caller plans for, else that of most weights."""
+        """Name of the dtype the submodel computes in: the caller's `compute_dtype`, else the dtype of most weights."""
         from hfpatch.model.roles import weights_dtype
 
         dtype = self.compute_dtype or (weights_dtype(self.submodel.model) if self.submodel else None)
@@ -65,7 +72,7 @@ class Context:
 
     @property
     def attentions(self) -> list[Attention]:
-        """Attention modules of the submodel's own that go through transformers' `AttentionInterface`."""
+        """The submodel's own attention modules that use transformers' `AttentionInterface`."""
         return [] if self.submodel is None else self.survey.attentions[self.submodel.path]
 
     @property
@@ -82,7 +89,7 @@ class Context:
 
     @cached_property
     def feeds(self) -> str | None:
-        """Path of the language model that added modules outside all submodels feed; None if it cannot be told.
+        """Path of the language model that added modules outside all submodels feed; None if unknown.
 
         It is the one with a token embedding, unless the option `backbone` names another.
         """

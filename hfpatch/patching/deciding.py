@@ -1,4 +1,4 @@
-"""One patch and one model -> decisions: condition asked, selections resolved, edits looked up in the model."""
+"""Decides about one patch and one model: its condition, its selections, and the edits that are in place already."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hfpatch.model.survey import Survey
     from hfpatch.model.walk import Submodel
 
-OnBodies = Callable[[Entry, Context], Needed | Refused | None]
-"""Judges the upstream bodies that a patch leans on; None where there is nothing to say."""
+CheckUpstream = Callable[[Entry, Context], Needed | Refused | None]
+"""Checks the upstream methods that a patch depends on; returns None if all of them are known."""
 
 
 def decide(
@@ -33,16 +33,16 @@ def decide(
     survey: Survey,
     compute_dtype: torch.dtype | None,
     options: Mapping[str, Any],
-    on_bodies: OnBodies,
+    check_upstream: CheckUpstream,
 ) -> list[Decision]:
-    """Decide what one patch would do to each submodel it serves. Changes nothing.
+    """Decide what one patch would do to each submodel it supports. Changes nothing.
 
     Args:
         entry: The patch.
-        survey: Of the object.
-        compute_dtype: A dtype the model will be run in and is not in yet.
-        options: The patch's, all of them.
-        on_bodies: Judges the upstream bodies that the patch leans on; asked where there is something to do.
+        survey: Of the whole object.
+        compute_dtype: The dtype the model will run in, if its weights have another one now.
+        options: All options of the patch.
+        check_upstream: Checks the upstream methods that the patch depends on; called only if there is an edit to make.
     """
     patch = entry.patch
     refusal = _version_refusal(entry)
@@ -54,21 +54,21 @@ def decide(
     out: list[Decision] = []
     for submodel in served:
         context = Context(survey, submodel, compute_dtype, options)
-        out.extend(_decide_one(entry, context, on_bodies))
+        out.extend(_decide_one(entry, context, check_upstream))
     for submodel in survey.submodels:
         if submodel.architecture in patch.refuses:
-            out.append(_known(entry, Context(survey, submodel, compute_dtype, options)))
+            out.append(_refused_architecture(entry, Context(survey, submodel, compute_dtype, options)))
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
-        why = f"does not serve {have}: no case proves it there; serves {_listed(patch.architectures)}"
+        why = f"does not support {have}: no case proves it there; it supports {_listed(patch.architectures)}"
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
-    # Of several submodels, those it has nothing to do with are not worth a row each.
-    telling = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
-    return list(telling.values()) or [max(out, key=lambda d: d.already)]
+    # Submodels for which there is nothing to do get no row each.
+    distinct = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
+    return list(distinct.values()) or [max(out, key=lambda d: d.already)]
 
 
-def _known(entry: Entry, context: Context) -> Decision:
-    """Decide about an architecture that a patch knows and does not serve."""
+def _refused_architecture(entry: Entry, context: Context) -> Decision:
+    """Decide about a submodel whose architecture the patch refuses."""
     patch, submodel = entry.patch, context.submodel
     assert submodel is not None  # noqa: S101 - it has an architecture
     verdict = patch.condition(context)
@@ -79,14 +79,14 @@ def _known(entry: Entry, context: Context) -> Decision:
 
 
 def _blank(entry: Entry, context: Context) -> Decision:
-    """A refusal without a reason yet."""
+    """Return a refusal without a reason, to be filled in."""
     patch = entry.patch
     unasked = not callable(patch.effect) and patch.effect in UNASKED
     path = context.submodel.path if context.submodel else None
     return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked, code="refused-here")
 
 
-def _decide_one(entry: Entry, context: Context, on_bodies: OnBodies) -> list[Decision]:
+def _decide_one(entry: Entry, context: Context, check_upstream: CheckUpstream) -> list[Decision]:
     patch, own = entry.patch, _blank(entry, context)
     verdict = patch.condition(context)
     if isinstance(verdict, Refused):
@@ -107,10 +107,10 @@ def _decide_one(entry: Entry, context: Context, on_bodies: OnBodies) -> list[Dec
     unseen = any(e.change.unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
         return [replace(own, reason=reason, lapsed=found.lapsed, code="compiled")]
-    bodies = on_bodies(entry, context)
-    if isinstance(bodies, Refused):
-        return [replace(own, reason=bodies.reason, lapsed=found.lapsed, code=bodies.code)]
-    warnings = (bodies and bodies.reason, compiled_elsewhere(context.survey) if unseen else None)
+    upstream = check_upstream(entry, context)
+    if isinstance(upstream, Refused):
+        return [replace(own, reason=upstream.reason, lapsed=found.lapsed, code=upstream.code)]
+    warnings = (upstream and upstream.reason, compiled_elsewhere(context.survey) if unseen else None)
     reason = "; ".join((verdict.reason, *filter(None, warnings)))
     offered = verdict if isinstance(verdict, Offered) else None
     out = [
@@ -130,14 +130,14 @@ def _decide_one(entry: Entry, context: Context, on_bodies: OnBodies) -> list[Dec
     if found.changed:
         edits = tuple(found.changed)
         effect = _effect(entry, context, edits[0])
-        why = f"applied before; {found.changed_to} since, which stays unless this patch is asked for by name"
+        why = f"applied before, but {found.changed_to} now, which stays unless this patch is named"
         again = replace(own, decided="opt-in", reason=why, effect=effect, edits=edits, suggested=False, lapsed=why)
         out.append(replace(again, code="changed-since"))
     return out
 
 
 def _resolved(entry: Entry, context: Context) -> _Resolved | Refused:
-    """Return the edits of a patch, each looked up in the model; a refusal where one cannot be made, or has no place."""
+    """Return the edits of a patch by their state in the model; a refusal if one cannot be made or matches nothing."""
     found = _Resolved()
     for template in entry.patch.edits:
         try:
@@ -147,7 +147,7 @@ def _resolved(entry: Entry, context: Context) -> _Resolved | Refused:
         if not edits and not template.where.may_be_empty:
             return Refused(f"{template.where} matched nothing in {_place(context)}", "no-such-place")
         for edit in edits:
-            found.sort_in(context.survey.root, entry.id, edit)
+            found.add(context.survey.root, entry.id, edit)
     return found
 
 
@@ -157,20 +157,20 @@ def _applied_already(own: Decision, edits: int) -> Decision:
 
 
 class _Resolved:
-    """The edits of one patch for one submodel, by what the model carries of them already."""
+    """The edits of one patch for one submodel, sorted by their present state in the model."""
 
     def __init__(self) -> None:
         self.to_do: list[Edit] = []
         self.again: list[Edit] = []
-        """Of these, those that were made before and are gone."""
+        """Those of `to_do` that were made before and are gone."""
         self.changed: list[Edit] = []
-        """Made before, and somebody has set something else since."""
+        """Edits that were made before and whose value was changed since."""
         self.done = 0
         self.otherwise = self.changed_to = ""
 
     @property
     def lapsed(self) -> str:
-        """Return a sentence about edits that were made before and are gone."""
+        """A sentence about edits that were made before and are gone; empty if there are none."""
         if not self.again:
             return ""
         first = self.again[0]
@@ -179,11 +179,11 @@ class _Resolved:
         patch = record.patch if record else "hfpatch"
         return f"{patch} was applied before and {count} gone, first {first.slot} of {first.path or 'the model itself'}"
 
-    def sort_in(self, root: nn.Module, patch: str, edit: Edit) -> None:
-        """Look what the model carries of an edit, and what has become of it."""
+    def add(self, root: nn.Module, patch: str, edit: Edit) -> None:
+        """Add an edit, by its present state in the model."""
         there = record_at(edit.module, edit.change.place)
         if there is None or (there.patch != patch and there.change != edit.change):
-            self.to_do.append(edit)  # another patch's: whether that is in force is a matter of conflicts
+            self.to_do.append(edit)  # another patch's record: if that is in force, the plan finds the conflict
             return
         state = state_of(root, edit.module, there)
         if state.in_force:
@@ -191,8 +191,8 @@ class _Resolved:
             if there.change != edit.change and not self.otherwise:
                 place = f"{edit.slot} of {edit.path or 'the model itself'}"
                 self.otherwise = (
-                    f"{place} was set to {show(there.after)} then, and would be set to {show(edit.after)} now: "
-                    f"hfpatch.revert(model, only={patch!r}) first, to have that"
+                    f"{place} was set to {show(there.after)}, and would be set to {show(edit.after)} now: "
+                    f"call hfpatch.revert(model, only={patch!r}) first to change it"
                 )
         elif state.word == "changed":
             self.changed.append(edit)
@@ -207,17 +207,17 @@ def _effect(entry: Entry, context: Context, edit: Edit) -> Effect:
     return effect(context, Target(edit.path, edit.module)) if callable(effect) else effect
 
 
-def ask(decision: Decision, asked: bool) -> Decision:
-    """Return a decision as it is for a caller who asked for its patch by name, or did not."""
+def opt_in(decision: Decision, named: bool) -> Decision:
+    """Return a decision with `opt-in` resolved: applied if the caller named the patch, else with the line to type."""
     if decision.decided != "opt-in":
         return decision
-    if asked:
+    if named:
         return replace(decision, decided="applied")
     return replace(decision, hint=f'hfpatch.apply(model, include=["{decision.patch}"])')
 
 
 def _in_force(context: Context) -> Counter[str]:
-    """How many edits of each patch the object carries that are in force."""
+    """Return the number of edits in force, by patch."""
     root, modules = context.survey.root, context.survey.modules.values()
     return context.survey.once(
         "records", lambda: Counter(r.patch for m in modules for r in records_of(m) if state_of(root, m, r).in_force)

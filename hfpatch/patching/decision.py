@@ -1,4 +1,4 @@
-"""A plan as data: what each patch would do to a model, and how that is shown."""
+"""A plan as data and as a table: the decision about each patch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
 
 @dataclass(frozen=True)
 class Decision:
-    """What one patch would do to one submodel.
+    """The decision about one patch for one submodel.
 
     Attributes:
-        patch: Its id.
-        submodel: Path of the submodel it is about; None where it is about the object as a whole.
-        decided: applied | not needed | opt-in | refused.
-        reason: Why.
-        effect: On outputs; None where nothing would be done.
-        edits: What would be changed.
+        patch: Id of the patch.
+        submodel: Path of the submodel; None for the object as a whole.
+        decided: `applied`, `not needed`, `opt-in` or `refused`.
+        reason: Why, as a sentence.
+        effect: Effect on the outputs; None if there is nothing to do.
+        edits: The edits that would be made.
         hint: The line to type, or an alternative.
-        already: Number of edits of this patch that the model carries from before, and that are in force.
-        suggested: Opt-in because it mends something here, and not just because it can be run.
-        vital: True if the patch answers a fault that a tracer finds (NaN, overflow) and the fault can happen here; None
-            if the patch has nothing to do with this model.
-        unasked: True if a bare apply may run the patch.
-        lapsed: Of the edits it made before, those that are not in force any more, as a sentence.
-        otherwise: What is applied already and would be set otherwise now, as a sentence.
-        code: Why, for scripts: a key of `hfpatch.codes.DECISIONS`.
+        already: Number of edits of this patch that are in force from before.
+        suggested: False for an opt-in patch that would fix nothing here.
+        vital: True if the patch fixes a fault that a tracer finds (NaN, overflow) and the fault can occur here; None
+            if the patch does not concern this model.
+        unasked: True if `apply(model)` may run the patch without being asked for it by name.
+        lapsed: A sentence about earlier edits that are no longer in force; empty if there are none.
+        otherwise: A sentence about an edit in force that would get another value now; empty if there is none.
+        code: The reason for scripts: a key of `hfpatch.codes.DECISIONS`.
     """
 
     patch: str
@@ -58,26 +58,26 @@ class Decision:
 
     @property
     def worst(self) -> bool:
-        """True if it comes first: a fault that can happen here is not mended, or an edit is not there any more."""
+        """True for a problem, which is shown first: a fault that can occur is not fixed, or an edit is gone."""
         return bool(self.lapsed) or (self.decided == "refused" and bool(self.vital) and self.unasked)
 
     @property
     def worst_news(self) -> str:
-        """Return the sentence about it."""
+        """A sentence about the problem."""
         if self.lapsed:
             return self.lapsed
         where = f" in {self.submodel}" if self.submodel else ""
-        return f"NOT MENDED{where}: {self.patch} is refused: {self.reason}"
+        return f"NOT FIXED{where}: {self.patch} is refused: {self.reason}"
 
     @property
     def idle(self) -> bool:
-        """True if there is nothing to do, nothing was done, and nothing is missing."""
+        """True if there is nothing to do, nothing was done before, and no problem."""
         beside = self.decided == "refused" and (self.vital is None or not self.unasked)
         return not self.already and not self.worst and (self.decided == "not needed" or beside)
 
     @property
     def what(self) -> str:
-        """The edits in short: count, example path, before -> after."""
+        """The edits in short: count, slot, before -> after, and paths."""
         groups: dict[str, list[str]] = {}
         for e in self.edits:
             was = "" if e.before is ABSENT else f" {show(e.before)}"
@@ -85,7 +85,7 @@ class Decision:
         return "\n".join(f"{len(paths)} x {change}: {_example(paths)}" for change, paths in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the decision as plain values, for JSON."""
         return {
             "patch": self.patch,
             "submodel": self.submodel,
@@ -103,30 +103,30 @@ class Decision:
 
 @dataclass(frozen=True, repr=False)
 class Decisions(Shown):
-    """What a set of patches would do to a model, as data; `hfpatch.Plan` is the one that a caller holds."""
+    """The decisions about a set of patches for a model, as data. `hfpatch.Plan` adds `apply()`."""
 
     model: str
     decisions: tuple[Decision, ...]
     unknown: tuple[str, ...] = ()
-    """What could not be known, e.g. because the weights are not loaded."""
+    """Sentences about facts that are unknown, e.g. because the weights are not loaded."""
     named: frozenset[str] = frozenset()
     """Ids of the patches that the caller named in `only=` or `include=`."""
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """Everything that apply would change, in order."""
+        """The edits that apply would make, in order."""
         return tuple(e for d in self.decisions if d.decided == "applied" for e in d.edits)
 
     def of(self, decided: Decided) -> tuple[Decision, ...]:
-        """The decisions of one kind."""
+        """Return the decisions of one kind."""
         return tuple(d for d in self.decisions if d.decided == decided)
 
     def sheet(self) -> Sheet:
-        """As a table."""
+        """Return the plan as a table."""
         return sheet(f"Plan for {self.model}", self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: model, decisions (patch, submodel, decision, code, reason, effect, hint, edits), unknown."""
+        """Return model, decisions (`Decision.to_dict`) and unknown, for JSON."""
         return {
             "model": self.model,
             "decisions": [d.to_dict() for d in self.decisions],
@@ -135,9 +135,9 @@ class Decisions(Shown):
 
 
 def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
-    """A plan as a table: patch, decision, what changes where, effect.
+    """Return a plan as a table: patch, decision, effect, and what changes and why.
 
-    The worst news comes first, then what is done. What is not needed is one line, but for patches that were named.
+    Problems come first, then the patches that are applied. Patches that are not needed share a line, unless named.
     """
     rows: list[tuple[str, ...]] = []
     idle = [d for d in plan.decisions if d.idle and d.patch not in plan.named]
@@ -148,7 +148,8 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
         text = "\n".join(t for t in (where, d.lapsed, edits, d.reason, d.otherwise, d.hint) if t)
         rows.append((d.patch, d.decided, d.effect or "-", text))
     others = ", ".join(dict.fromkeys(d.patch for d in idle if d.patch not in {s.patch for s in shown}))
-    notes = (*lapsed, *([f"nothing to do here for {others}; only= (--only) says why"] if others else []), *plan.unknown)
+    nothing = [f"nothing to do here for {others}; only= (--only) shows why"] if others else []
+    notes = (*lapsed, *nothing, *plan.unknown)
     return Sheet(
         title,
         ("patch", "decision", "effect", "what changes, and why"),
@@ -159,7 +160,7 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
 
 
 def _example(paths: Sequence[str]) -> str:
-    """Where, in short: paths that differ in list indices only are one, with a star."""
+    """Return paths in short: those that differ only in list indices become one, with a star."""
     from hfpatch.model.walk import starred
 
     kinds: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Bodies of other packages a patch leans on: known ones pass, a changed one is tried before it is trusted."""
+"""Checks the upstream methods that a patch depends on: a changed one is accepted if the patch's repros still pass."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hfpatch.patching.registry import Entry
 
 @cache
 def digest(function: Any) -> str:
-    """Twelve hex digits that name a function's body: annotations, docstring and decorators do not count.
+    """Return twelve hex digits that identify a function's body, without annotations, docstring and decorators.
 
-    `unknown` where the source cannot be read.
+    Returns `unknown` if the source cannot be read.
     """
     tree = tree_of(function)
     if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -42,11 +42,11 @@ def digest(function: Any) -> str:
 
 @dataclass(frozen=True)
 class Drift:
-    """Bodies that a patch was not proved against.
+    """Upstream methods that a patch was not tested with.
 
     Attributes:
-        changed: Methods of transformers' own classes, name -> digest: the patch's repro can speak for them.
-        foreign: Methods that are somebody else's, of a subclass or set on one module: no repro runs them.
+        changed: Methods of transformers' own classes, name -> digest. The patch's repros run them.
+        foreign: Methods of other code: of a subclass, or set on one module. No repro runs them.
     """
 
     changed: dict[str, str]
@@ -54,7 +54,7 @@ class Drift:
 
 
 def drift(upstream: Iterable[Upstream], context: Context) -> Drift:
-    """Methods that the modules in question would run and whose bodies are not known ones."""
+    """Return the methods that the selected modules would run and that the patch was not tested with."""
     changed: dict[str, str] = {}
     foreign: dict[str, None] = {}
     for item in upstream:
@@ -77,10 +77,14 @@ def drift(upstream: Iterable[Upstream], context: Context) -> Drift:
 
 
 def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
-    """Return None where every upstream body is a known one; else the say of the patch's own repro on changed ones."""
+    """Return None if every upstream method is known. For changed ones run the patch's repros.
+
+    Returns:
+        `Needed` with a warning if the repros pass; `Refused` if one fails, or if a method is foreign.
+    """
     found = drift(entry.patch.upstream, context)
     if found.foreign:
-        why = f"it was not proved with {found.foreign[0]}, which no repro of this patch runs"
+        why = f"it was not tested with {found.foreign[0]}, which no repro of this patch runs"
         return Refused(why, "changed-upstream")
     if not found.changed:
         return None
@@ -88,8 +92,8 @@ def drift_verdict(entry: Entry, context: Context) -> Needed | Refused | None:
     failure = _repro_fails(entry.id, architecture, tuple(found.changed.items()))
     names = ", ".join(found.changed)
     if failure is None:
-        return Needed(f"warning: {names} changed upstream; the patch's repro was run here and is cured")
-    why = f"{names} changed upstream, and the patch's repro is not cured any more: {failure}"
+        return Needed(f"warning: {names} changed upstream; the patch's repros were run here and pass")
+    why = f"{names} changed upstream, and a repro of the patch fails now: {failure}"
     return Refused(why, "changed-upstream")
 
 
@@ -104,7 +108,7 @@ def _repro_fails(patch_id: str, architecture: str, _bodies: tuple[tuple[str, str
 
 
 def _inner(module: nn.Module) -> list[nn.Module]:
-    """What a wrapper (PEFT's around a norm, torch.compile's) holds; else the module itself."""
+    """Return the modules inside a wrapper (PEFT's around a norm, torch.compile's), else the module itself."""
     module = unwrap(module, ON_LAYERS)
     if not type(module).__module__.startswith("peft."):
         return [module]

@@ -1,17 +1,17 @@
-"""The closed set of invertible edits. A patch file names them; only the engine carries them out.
+"""The edits that a patch file can declare, all of them reversible. Declaring one changes nothing.
 
-    set_attribute      a module's attribute takes another value
-    set_tensor         a parameter's values are replaced in place
-    cast_input         what goes into a module is cast
-    cast_output        what comes out of a module is cast
-    in_float32         a torch norm or linear map computes in float32, its weights as they are
-    choose_attention   a submodel's attention implementation
-    add_targets        a LoRA adapter gains layers
-    bound_modulation   1 + tanh(x) in a module's own forward becomes a bounded factor
+    set_attribute      set an attribute of a module
+    set_tensor         replace the values of a parameter or buffer in place
+    cast_input         cast the input of a module
+    cast_output        cast the output of a module
+    in_float32         run a torch norm or linear layer in float32, its weights unchanged
+    choose_attention   set the attention implementation of a submodel
+    add_targets        add layers to a LoRA adapter
+    bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
 
-A template says what to change for whatever a selection finds. Resolved against a model it becomes an
-`Edit`: one change to one module, with the value before. Each edited module carries its own `Record`s,
-in `__dict__`, so that a deepcopy or an unpickled model can be asked and reverted on its own.
+A template holds the change for every module that a selection finds. Resolved against a model it becomes
+`Edit`s: one change to one module each, with the value before. Each edited module carries its own `Record`s
+in `__dict__`, so a deepcopy or an unpickled model can report its edits and be reverted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Edit:
     """One change to one module.
 
     Attributes:
-        path: Path of the module from the object that was passed.
-        change: What is done to it.
-        before: Value before, for tables; `ABSENT` where there was none.
+        path: Path of the module in the object that was passed.
+        module: The module.
+        change: The change to it.
+        before: The value before, for tables; `ABSENT` if there was none.
     """
 
     path: str
@@ -53,22 +54,28 @@ class Edit:
 
     @property
     def slot(self) -> str:
-        """Name of what is changed, for tables and sentences: `eps`, `input dtype`, `tensor weight`, `attention`."""
+        """Name of the changed property, for tables: `eps`, `input dtype`, `tensor weight`, `attention`."""
         return self.change.slot
 
     @property
     def after(self) -> Any:
-        """The value asked for; for a cast, the hook that casts; for a tensor, what draws it."""
+        """The new value; for a cast, the hook; for a tensor, the function that computes its values."""
         return self.change.after
 
     def to_dict(self) -> dict[str, str]:
-        """As JSON."""
+        """Return path, slot, before and after as strings, for JSON."""
         return {"path": self.path, "slot": self.slot, "before": show(self.before), "after": show(self.after)}
 
 
 @dataclass(frozen=True)
 class Template:
-    """What to do to every module that a selection finds."""
+    """A change to every module that a selection finds.
+
+    Attributes:
+        where: The modules.
+        change: Computes the change to one of them.
+        text: A few words about it.
+    """
 
     where: Selection
     change: Callable[[Context, Target], Change]
@@ -78,7 +85,7 @@ class Template:
         """Return the edits for one model. Changes nothing.
 
         Raises:
-            RefusedError: An attribute to be set is not a plain one.
+            RefusedError: An attribute to set is a property or another data descriptor of the class.
         """
         for target in self.where.targets(context):
             change = self.change(context, target)
@@ -94,20 +101,21 @@ def set_attribute(
     value: Callable[[Context, Target], Any],
     text: str,
 ) -> Template:
-    """Give an attribute of each module another value.
+    """Set an attribute of each module.
 
     Args:
         where: The modules.
-        name: The attribute, or a function that finds it.
+        name: Name of the attribute, or a function that returns it.
         value: Computes the new value.
-        text: Says it in a few words.
+        text: A few words about the edit.
     """
 
     def change(context: Context, target: Target) -> Change:
         attribute = name if isinstance(name, str) else name(context, target)
         if hasattr(inspect.getattr_static(type(target.module), attribute, None), "__set__"):
             raise RefusedError(
-                f"{attribute} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}"
+                f"{attribute} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}, "
+                "which cannot be set and restored"
             )
         return SetAttribute(attribute, value(context, target))
 
@@ -115,13 +123,13 @@ def set_attribute(
 
 
 def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], Any], text: str) -> Template:
-    """Replace the values of a parameter of each module; the parameter stays the same object.
+    """Replace the values of a parameter or buffer of each module; the tensor stays the same object.
 
     Args:
         where: The modules.
-        name: The parameter's name in its module.
-        value: Gives a picklable, comparable function of the old values to new ones of the same shape.
-        text: Says it in a few words.
+        name: Name of the tensor in its module.
+        value: Returns a picklable, comparable function from the old values to new ones of the same shape.
+        text: A few words about the edit.
     """
 
     def change(context: Context, target: Target) -> Change:
@@ -133,12 +141,12 @@ def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], A
 
 
 def choose_attention(where: Selection, name: str | Callable[[Context, Target], str], text: str) -> Template:
-    """Let each submodel compute attention by another entry of transformers' `AttentionInterface`.
+    """Set the attention implementation of each submodel.
 
     Args:
         where: The submodels.
-        name: The entry, or a function that picks it.
-        text: Says it in a few words.
+        name: An entry of transformers' `AttentionInterface`, or a function that returns one.
+        text: A few words about the edit.
     """
 
     def change(context: Context, target: Target) -> Change:
@@ -150,12 +158,12 @@ def choose_attention(where: Selection, name: str | Callable[[Context, Target], s
 
 
 def add_targets(where: Selection, gains: Callable[[Context, Target], Iterable[Expansion]], text: str) -> Template:
-    """Give LoRA adapters the layers they miss.
+    """Add missing layers to LoRA adapters.
 
     Args:
-        where: The modules that hold the adapters' layers.
-        gains: What each adapter gains.
-        text: Says it in a few words.
+        where: The PEFT `LoraModel`s that hold the adapters.
+        gains: Returns the additions, one per adapter.
+        text: A few words about the edit.
     """
 
     def change(context: Context, target: Target) -> Change:
@@ -167,11 +175,11 @@ def add_targets(where: Selection, gains: Callable[[Context, Target], Iterable[Ex
 
 
 def bound_modulation(where: Selection, bounds: Callable[[Context, Target], Bounded]) -> Template:
-    """Let 1 + tanh(x) in each module's own forward be a factor between bounds that is 1 at 0.
+    """Replace 1 + tanh(x) in each module's own forward with a bounded factor that is 1 at x = 0.
 
     Args:
         where: The modules.
-        bounds: Gives the bounds.
+        bounds: Returns the bounds of the factor.
     """
 
     def change(context: Context, target: Target) -> Change:
@@ -183,7 +191,7 @@ def bound_modulation(where: Selection, bounds: Callable[[Context, Target], Bound
 
 
 def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
-    """Cast the stream tensor that goes into each module: to float32, or to the dtype of the module's weights."""
+    """Cast the residual stream at the input of each module, to float32 or to the dtype of the module's weights."""
 
     def change(context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.cast_input import CastInput
@@ -194,7 +202,7 @@ def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
 
 
 def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template:
-    """Cast what comes out of each module: to float32, or to the dtype of the module's weights."""
+    """Cast the output tensor of each module, to float32 or to the dtype of the module's weights."""
 
     def change(context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.cast_output import CastOutput
@@ -205,9 +213,9 @@ def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template
 
 
 def in_float32(where: Selection) -> Template:
-    """Let each module, a torch norm or linear map, compute in float32 outside autocast, from its weights as they are.
+    """Run each module, a torch norm or linear layer, in float32 and outside autocast. Its weights keep their dtype.
 
-    What comes out is float32.
+    The output is float32.
     """
 
     def change(_context: Context, _target: Target) -> Change:

@@ -1,7 +1,7 @@
-"""The words a patch file is written in. Frozen values, checked when made; imports neither torch nor transformers.
+"""The classes that a patch file uses: frozen, validated when created. Imports neither torch nor transformers.
 
-A patch file holds a docstring with fixed headings, pure functions, and `PATCH = Patch(...)` that names them.
-The functions read a `Context` and return values; only the engine writes to a model.
+A patch file holds a docstring with fixed headings, pure functions, and `PATCH = Patch(...)`, which refers to them.
+The functions read a `Context` and return values; only hfpatch itself writes to a model.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Decided = Literal["applied", "not needed", "opt-in", "refused"]
 
 EFFECTS: tuple[str, ...] = get_args(Effect)
 UNASKED: frozenset[str] = frozenset({"exact", "equivalent", "prepares"})
-"""Effects that a bare `apply` may have: none of them changes what trained weights compute."""
+"""Effects of the patches that `apply(model)` may run by default: they do not change what trained weights compute."""
 
 HEADINGS = ("What goes wrong", "What this changes", "Numerics", "Known limits", "Sources")
-"""Sections of a patch file's docstring, in this order; `explain` and the catalogue are made from them."""
+"""Sections of a patch file's docstring, in this order; `explain` shows them."""
 
 ANY = "*"
-"""In `Patch.architectures`: every architecture."""
+"""Stands for every architecture in `Patch.architectures`."""
 
 
 @dataclass(frozen=True)
 class Needed:
-    """The fault this patch mends can happen in this model."""
+    """The fault that this patch fixes can occur in this model."""
 
     reason: str
     code: DecisionCode = "needed"
@@ -46,7 +46,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class NotNeeded:
-    """The fault cannot happen here."""
+    """The fault cannot occur in this model."""
 
     reason: str
     code: DecisionCode = "no-symptom-possible"
@@ -54,7 +54,7 @@ class NotNeeded:
 
 @dataclass(frozen=True)
 class Refused:
-    """The fault may be there, but this patch does not go with this model."""
+    """The fault may occur, but this patch does not work on this model."""
 
     reason: str
     code: DecisionCode = "refused-here"
@@ -62,12 +62,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Offered:
-    """The patch can be run here, but only by name, whatever its effect.
+    """The patch works on this model, but runs only if it is named, whatever its effect.
 
     Args:
-        reason: Why it is not run unasked.
-        suggested: It answers something that was found in this model, so `include="suggested"` runs it too.
-        code: A key of `hfpatch.codes.DECISIONS`, as the other verdicts have.
+        reason: Why it does not run by default.
+        suggested: True if it fixes something found in this model; then `include="suggested"` runs it too.
+        code: A key of `hfpatch.codes.DECISIONS`.
     """
 
     reason: str
@@ -80,12 +80,15 @@ Verdict = Needed | Offered | NotNeeded | Refused
 
 @dataclass(frozen=True)
 class Upstream:
-    """A method of other packages' classes that the patch leans on.
+    """A method of another package's classes that the patch depends on.
 
     Args:
-        where: The modules whose classes are meant.
-        known: Digests (`hfpatch.patching.drift.digest`) of the bodies the patch was proved against.
-        method: The method's name.
+        where: The modules whose classes have the method.
+        known: Digests (`hfpatch.patching.drift.digest`) of the method bodies that the patch was tested with.
+        method: Name of the method.
+
+    Raises:
+        ValueError: `known` is empty.
     """
 
     where: Selection
@@ -95,7 +98,7 @@ class Upstream:
     def __post_init__(self) -> None:
         if not self.known:
             raise ValueError(
-                f"Upstream({self.where}): known is empty; give the digests of the bodies it was proved against"
+                f"Upstream({self.where}): known is empty; give the digests of the method bodies it was tested with"
             )
 
     def __str__(self) -> str:
@@ -107,24 +110,27 @@ class Patch:
     """One declared fix. Its id is the stem of its file, with hyphens.
 
     Args:
-        title: What it does, in one line.
-        architectures: `config.model_type`s it serves, or `("*",)`.
-        condition: Reads the context, says whether this model needs the patch.
-        edits: What is changed, and where.
-        effect: On outputs; decided from the model where it is a function.
-        symptom: Looks at a trial of a case; a sentence if the fault shows, None if not.
-        repros: Cases that show the symptom unpatched and not patched.
+        title: A line that describes the fix.
+        architectures: The `config.model_type`s it supports, or `("*",)` for all.
+        condition: Reads the context and returns a verdict: is the patch needed in this model?
+        edits: The changes, each with the modules it applies to.
+        effect: Effect on the outputs, or a function that decides it from the model.
+        symptom: Returns a sentence if a trial of a case shows the fault, else None.
+        repros: Cases that show the symptom without the patch and lose it with the patch.
         leaves_alone: Cases in which the plan must not apply the patch.
-        transformers: Releases of transformers it is written for, e.g. `>=5.17,<6`.
-        fixed_in: The transformers release that made it unnecessary.
-        refuses: Architectures it knows and does not serve, each with the reason.
-        upstream: Bodies of other packages it leans on.
-        options: Names a caller may set with `options={id: {...}}`, with their defaults.
-        tolerance: For `equivalent`: largest relative L2 distance of the logits from fp32's, on healthy weights.
-        suggests: Said after the decision, e.g. stock alternatives.
-        whole: It is about the object as passed, and asked once, not once for each submodel.
-        answers: What a tracer finds that this patch mends: keys of `hfpatch.symptoms.SYMPTOMS`.
-        answers_where_it_edits: The same, of what is found in a module that the patch lets compute otherwise.
+        transformers: Supported releases of transformers, e.g. `>=5.17,<6`.
+        fixed_in: The transformers release that made the patch unnecessary.
+        refuses: Architectures that are known not to work, each with the reason.
+        upstream: Methods of other packages that the patch depends on.
+        options: Names that a caller may set with `options={id: {...}}`, with their defaults.
+        tolerance: For `equivalent`: the largest relative L2 distance of the logits from float32, on healthy weights.
+        suggests: Advice printed after the decision, e.g. stock alternatives.
+        whole: True if the patch is about the whole object and is planned once, not once for each submodel.
+        answers: The symptoms it fixes: keys of `hfpatch.symptoms.SYMPTOMS`.
+        answers_where_it_edits: Symptoms that it fixes only in modules whose computation it changes.
+
+    Raises:
+        ValueError: A field is empty, unknown or malformed.
     """
 
     title: str
@@ -148,15 +154,15 @@ class Patch:
 
     def __post_init__(self) -> None:
         if not self.architectures:
-            raise ValueError("architectures is empty: name model types, or ('*',)")
+            raise ValueError("architectures is empty: give model types, or ('*',) for all")
         if not self.edits:
             raise ValueError("edits is empty: a patch without an edit changes nothing")
         if not self.repros or not self.leaves_alone:
-            raise ValueError("a patch needs at least one repro and one case it leaves alone")
+            raise ValueError("repros or leaves_alone is empty: a patch needs at least one case of each")
         if isinstance(self.effect, str) and self.effect not in EFFECTS:
             raise ValueError(f"effect {self.effect!r}: want one of {', '.join(EFFECTS)}")
         if self.effect == "equivalent" and self.tolerance is None:
-            raise ValueError("an equivalent patch states its tolerance")
+            raise ValueError("tolerance is None: an equivalent patch needs one")
         if unknown := {*self.answers, *self.answers_where_it_edits} - set(SYMPTOMS):
             raise ValueError(f"answers {', '.join(sorted(unknown))}: no such symptom; want keys of hfpatch.symptoms")
         for bound in self.transformers.split(","):

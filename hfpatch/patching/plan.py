@@ -1,4 +1,4 @@
-"""Model + patches -> plan: what each patch would do to this model, decided and counted. Reads only."""
+"""Makes the decisions of a plan: what each patch would do to a model. Only reads the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfpatch.errors import ConflictError
 from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
-from hfpatch.patching.deciding import ask, decide
+from hfpatch.patching.deciding import decide, opt_in
 from hfpatch.patching.decision import Decision, Decisions
 from hfpatch.patching.drift import drift_verdict
 from hfpatch.patching.kinds.states import show
@@ -59,7 +59,7 @@ def decisions(
             found.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)", code="excluded"))
             continue
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
-        # conditions and repros run code of their own, whose dtypes are not those of the caller's region
+        # conditions and repros run models, whose dtypes must not depend on the caller's autocast region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             found.extend(decide(entry, survey, dtype, chosen, drift_verdict))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
@@ -67,13 +67,13 @@ def decisions(
         beside = (d for d in found if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more
         found = [*beside, *rows]
     everything = SUGGESTED in names(include)
-    decided = tuple(ask(d, d.patch in asked or (everything and d.suggested)) for d in found)
+    decided = tuple(opt_in(d, d.patch in asked or (everything and d.suggested)) for d in found)
     _check_conflicts(survey.root, decided)
     return Decisions(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
 
 
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:
-    """A refusal for each stack that runs in float16 and that no patch serves, where none of the decisions says so."""
+    """Return a refusal for each float16 stack that no patch supports and that no decision is about yet."""
     served = {d.submodel for d in decisions if d.patch == STREAM and d.decided != "refused"}
     if all_within(survey, [s.path for at, stacks in survey.stacks.items() if at in served for s in stacks]):
         return []
@@ -89,7 +89,7 @@ def _unknown(survey: Survey, compute_dtype: torch.dtype | None) -> tuple[str, ..
     first = next(survey.root.parameters(), None)
     if first is None or not first.is_meta:
         return ()
-    notes = ["weights are not loaded: whether added modules are trained is unknown"]
+    notes = ["the weights are not loaded, so it is unknown whether added modules are trained"]
     if compute_dtype is None:
         notes.append(f"planned for {dtype_name(first.dtype)}; compute_dtype= (--compute-dtype) plans for another")
     return tuple(notes)
@@ -109,6 +109,6 @@ def _check_conflicts(root: nn.Module, decisions: Iterable[Decision]) -> None:
             if other is not None and other[1] != edit.change:
                 raise ConflictError(
                     f"{decision.patch} wants {edit.slot} of {edit.path or 'the model'!r} to be {show(edit.after)}, "
-                    f"{other[0]} wants {show(other[1].after)}: leave one out with exclude="
+                    f"{other[0]} wants {show(other[1].after)}: leave out one of them with exclude="
                 )
             taken[place] = (decision.patch, edit.change)

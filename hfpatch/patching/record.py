@@ -1,6 +1,6 @@
-"""Records: what a module carries of the edits made to it, so that a copy of a model can be asked and reverted too.
+"""Records of edits, carried by the edited modules, so a copy of a model can report and revert its edits too.
 
-A record is a claim, the model is the truth: `state_of` says what has become of an edit.
+The model may have changed since a record was written: `state_of` compares the two.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 RECORDS = "_hfpatch"
-"""Key in a module's `__dict__` under which its records are kept while it is edited."""
+"""Key of an edited module's `__dict__` that holds its records."""
 
 Phase = Literal["writing", "written", "undoing"]
 
 
 @dataclass(frozen=True)
 class Record:
-    """An undo-log entry: which patch of which application made an edit, and what undo needs.
+    """An undo-log entry: one edit, the patch that made it, and the data that undoing it needs.
 
     Attributes:
-        change: What was done to the module; comparable and picklable.
-        before: The inverse: what the change needs to put things back.
-        phase: `written`; while the edit is being written or undone, and after an interruption of that, the other two.
+        application: Id of the call of apply that made the edit.
+        patch: Id of the patch.
+        change: The change to the module; comparable and picklable.
+        before: The data that the change needs to restore the module.
+        phase: `writing` or `undoing` during these, and after an interruption of one; otherwise `written`.
     """
 
     application: str
@@ -39,27 +41,27 @@ class Record:
 
     @property
     def slot(self) -> str:
-        """Name of what is changed, for tables and sentences."""
+        """Name of the changed property, for tables and messages."""
         return self.change.slot
 
     @property
     def after(self) -> Any:
-        """The value asked for, for tables and sentences."""
+        """The new value, for tables and messages."""
         return self.change.after
 
 
 def records_of(module: nn.Module) -> list[Record]:
-    """Return the records a module carries, oldest first."""
+    """Return the records of a module, oldest first."""
     return module.__dict__.get(RECORDS, [])
 
 
 def record_at(module: nn.Module, place: Hashable) -> Record | None:
-    """Return the record of a place; None where it was not edited."""
+    """Return the record of a place in a module; None if it was not edited."""
     return next((r for r in records_of(module) if r.change.place == place), None)
 
 
 def logged(root: nn.Module, application: str | None = None) -> list[tuple[str, nn.Module, Record]]:
-    """Return every record in a model, or those of one application, each with its module and that one's path."""
+    """Return (path, module, record) for every record in a model, or in one application, in module order."""
     return [
         (path, module, record)
         for path, module in root.named_modules()
@@ -69,7 +71,7 @@ def logged(root: nn.Module, application: str | None = None) -> list[tuple[str, n
 
 
 def state_of(root: nn.Module, module: nn.Module, record: Record, *, compare: bool = False) -> State:
-    """Return what has become of an edit, by a look at the model; with `compare`, at the values of tensors too."""
+    """Return the present state of an edit in the model; with `compare`, tensor values are compared too."""
     if record.phase != "written":
         return UNFINISHED
     look = record.change.compare if compare else record.change.read
@@ -77,23 +79,23 @@ def state_of(root: nn.Module, module: nn.Module, record: Record, *, compare: boo
 
 
 def add(module: nn.Module, record: Record) -> None:
-    """Let a module carry one more record."""
+    """Add a record to a module."""
     _keep(module, [*records_of(module), record])
 
 
 def advance(module: nn.Module, record: Record, phase: Phase) -> Record:
-    """Put a record into another phase. Returns the record the module carries then."""
+    """Set the phase of a record. Returns the new record, which replaces it on the module."""
     return exchange(module, record, replace(record, phase=phase))
 
 
 def exchange(module: nn.Module, record: Record, other: Record) -> Record:
-    """Let a module carry another record in the place of one. Returns the other."""
+    """Replace a record of a module with another. Returns the other."""
     _keep(module, [other if r is record else r for r in records_of(module)])
     return other
 
 
 def forget(module: nn.Module, record: Record) -> None:
-    """Drop a record and leave what it is about as it is."""
+    """Drop a record from a module, and leave the edit as it is."""
     _keep(module, [r for r in records_of(module) if r is not record])
 
 

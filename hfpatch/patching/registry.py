@@ -1,7 +1,7 @@
-"""Finds the patches: ours in `patches/`, other packages' through the entry point group `hfpatch.patches`.
+"""Finds the patches: those in `patches/`, and other packages' through the entry point group `hfpatch.patches`.
 
-Nothing registers itself and no list is kept by hand: a file with a `PATCH` in it is a patch.
-An entry point names a module that holds a `PATCH`, or a package whose files do.
+There is no list to maintain: a file that defines `PATCH` is a patch.
+An entry point names a module that defines `PATCH`, or a package whose files do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_PATCHES = {"__init__", "architecture"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A patch in the registry: the declaration, its id, and the file it came from."""
+    """A patch in the registry: its id, its declaration and its file."""
 
     id: str
     patch: Patch
@@ -40,11 +40,11 @@ class Entry:
 
     @property
     def family(self) -> str:
-        """Folder of the file: a model family, or `shared`."""
+        """Name of the file's folder: a model family, or `shared`."""
         return self.file.parent.name
 
     def serves(self, architecture: str) -> bool:
-        """Whether the patch is written for this `model_type`."""
+        """True if the patch supports this `model_type`."""
         return ANY in self.patch.architectures or architecture in self.patch.architectures
 
     @property
@@ -53,7 +53,7 @@ class Entry:
         return self.patch.effect if isinstance(self.patch.effect, str) else "decided from the model"
 
     def to_dict(self) -> dict[str, object]:
-        """What `hfpatch list --json` prints."""
+        """Return the declaration as plain values: an entry of `hfpatch list --json`."""
         return {
             "id": self.id,
             "title": self.patch.title,
@@ -74,7 +74,7 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """Every patch that loads, by id. One that does not is warned of, with file and line."""
+    """Return every patch that loads, by id. A file that does not load gives a warning with file and line."""
     found, broken = _discover()
     for error in broken.values():
         warnings.warn(str(error), stacklevel=2)
@@ -82,16 +82,16 @@ def entries() -> dict[str, Entry]:
 
 
 def broken() -> dict[str, PatchFileError]:
-    """The patch files that do not load, by the id they would have."""
+    """Return the errors of patch files that do not load, by the id of the patch."""
     return _discover()[1]
 
 
 def get(patch_id: str) -> Entry:
-    """The patch of that id.
+    """Return a patch by its id.
 
     Raises:
-        UnknownPatchError: No such patch; near names are listed.
-        PatchFileError: The patch's file has an error in it.
+        UnknownPatchError: No patch has this id; similar names are listed.
+        PatchFileError: The patch's file does not load.
     """
     found, errors = _discover()
     if patch_id in errors:
@@ -102,11 +102,11 @@ def get(patch_id: str) -> Entry:
 
 
 def match(pattern: str) -> list[str]:
-    """Ids that an id or glob names.
+    """Return the ids that an id or glob matches.
 
     Raises:
-        UnknownPatchError: None; near names are listed.
-        PatchFileError: It names a file that has an error in it.
+        UnknownPatchError: It matches no patch; similar names are listed.
+        PatchFileError: It is the id of a patch whose file does not load.
     """
     found, errors = _discover()
     if pattern in errors:
@@ -118,7 +118,7 @@ def match(pattern: str) -> list[str]:
 
 
 def unknown(name: str, known: Iterable[str]) -> UnknownPatchError:
-    """The error for a name that matches no patch."""
+    """Return the error for a name that matches no patch."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else f"there are: {', '.join(known)}"
@@ -149,7 +149,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
         except ImportError:
             spec = None
         if spec is None:
-            warnings.warn(f"entry point {point.name} = {point.value}: no such module", stacklevel=4)
+            warnings.warn(f"entry point {point.name} = {point.value}: module not found", stacklevel=4)
         elif spec.submodule_search_locations:
             for folder in spec.submodule_search_locations:
                 yield from _files(point.value, Path(folder))
@@ -171,12 +171,12 @@ def _load(module_name: str, file: Path, patch_id: str) -> Entry:
         raise PatchFileError(f"{_where(error, file)}: {type(error).__name__}: {_first_line(error)}") from error
     patch = getattr(module, "PATCH", None)
     if not isinstance(patch, Patch):
-        raise PatchFileError(f"{file}:1: holds no PATCH = Patch(...)")
+        raise PatchFileError(f"{file}:1: the file defines no PATCH = Patch(...)")
     return Entry(patch_id, patch, file, _sections(inspect.getdoc(module) or "", file))
 
 
 def _reflow(text: str) -> str:
-    """One line a paragraph, for whoever folds it to a width."""
+    """Return a text with each paragraph on one line, to be wrapped to a width later."""
     return "\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
 
 

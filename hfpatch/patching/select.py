@@ -1,4 +1,4 @@
-"""Where: a value that picks modules. Counted, so that nothing matches in silence."""
+"""Selections: named rules that pick modules of a model by role."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selection:
-    """Modules of a context, by a rule that has a name.
+    """A named rule that picks modules.
 
     Args:
-        description: Names the rule in plans and in errors.
+        description: Name of the rule, in plans and errors.
         find: The rule.
-        may_be_empty: A model without such modules is not refused.
+        may_be_empty: If False, the patch is refused for a model without such modules.
     """
 
     description: str
@@ -29,15 +29,20 @@ class Selection:
     may_be_empty: bool = False
 
     def targets(self, context: Context) -> tuple[Target, ...]:
-        """The modules picked, in the model's own order, none twice."""
+        """Return the modules, without duplicates, in the order in which the rule finds them."""
         return tuple({t.path: t for t in self.find(context)}.values())
 
     def count(self, context: Context) -> int:
-        """How many modules are picked."""
+        """Return the number of modules."""
         return len(self.targets(context))
 
     def where(self, keep: Callable[[Context, Target], bool], description: str) -> Selection:
-        """Only those for which `keep` holds."""
+        """Return a selection of those modules for which `keep` returns True.
+
+        Args:
+            keep: The condition.
+            description: Added to the name of the rule.
+        """
 
         def find(context: Context) -> Iterable[Target]:
             return (t for t in self.find(context) if keep(context, t))
@@ -49,27 +54,27 @@ class Selection:
 
 
 def layers() -> Selection:
-    """The decoder layers; an encoder's too."""
+    """Select the decoder layers, and the layers of an encoder beside the decoder."""
     return _of_stacks("the decoder layers", lambda s: s.layers)
 
 
 def first_layer() -> Selection:
-    """The first decoder layer, with what a block or a user's module around it adds: where the stream begins."""
+    """Select the first item of the list of layers, where the stream begins: a layer, or a wrapper around it."""
     return _of_stacks("the first decoder layer", lambda s: s.items[:1])
 
 
 def layer_norms() -> Selection:
-    """Norms that are children of a decoder layer: they read the stream, or write to it."""
+    """Select the norms that are children of a decoder layer: they read the stream or write to it."""
     return _of_stacks("norms of the decoder layers", lambda s: s.layer_norms)
 
 
 def branch_out_norms() -> Selection:
-    """Norms of the decoder layers that a branch's output goes through before it joins the stream; may be none."""
+    """Select the norms between the output of a branch and the stream. May be empty."""
     return _of_stacks("norms after the branches", lambda s: s.branch_out_norms, may_be_empty=True)
 
 
 def torch_norms() -> Selection:
-    """Norms on the stream that are torch's own: their kernels want input and weight in one dtype; may be none."""
+    """Select torch's own norms on the stream: their kernels require input and weight in one dtype. May be empty."""
 
     def norms(stack: Stack) -> Iterable[Place]:
         from hfpatch.model.norms import is_torch_norm
@@ -81,12 +86,12 @@ def torch_norms() -> Selection:
 
 
 def branches() -> Selection:
-    """Attention, MLP and whatever else in a decoder layer has weights and is no norm."""
+    """Select attention, MLP and every other part of a decoder layer that has weights and is not a norm."""
     return _of_stacks("branches of the decoder layers", lambda s: s.branches)
 
 
 def branch_maps(name: str) -> Selection:
-    """Linear maps of this name in the branches, adapters and all; may be none."""
+    """Select the linear layers with this name in the branches, with adapters around them. May be empty."""
 
     def maps(stack: Stack) -> Iterable[Place]:
         for path, branch in stack.branches:
@@ -98,12 +103,12 @@ def branch_maps(name: str) -> Selection:
 
 
 def maps_around() -> Selection:
-    """Linear maps and torch norms that a user's modules around the decoder layers add; may be none."""
+    """Select linear layers and torch norms in a user's wrappers around the decoder layers. May be empty."""
     return _around("maps and norms around the decoder layers", in_float32=True)
 
 
 def parts_around() -> Selection:
-    """What else with weights a user's modules around the decoder layers add; may be none."""
+    """Select the other parts with weights in a user's wrappers around the decoder layers. May be empty."""
     return _around("other parts around the decoder layers", in_float32=False)
 
 
@@ -117,7 +122,7 @@ def _around(description: str, *, in_float32: bool) -> Selection:
 
 
 def final_norm() -> Selection:
-    """The norm that ends the residual stream."""
+    """Select the norm at the end of the residual stream."""
     return _of_stacks("the final norm", _final)
 
 
@@ -135,7 +140,7 @@ def _final(stack: Stack) -> tuple[Place, ...]:
 
 
 def added_norms() -> Selection:
-    """Norms that transformers' own code did not make and that feed the submodel in question."""
+    """Select norms that transformers' own code did not make and that feed the submodel of the context."""
 
     def find(context: Context) -> Iterable[Target]:
         from hfpatch.model.norms import is_norm
@@ -150,7 +155,7 @@ def added_norms() -> Selection:
 
 
 def loose_norms() -> Selection:
-    """Added norms that lie in no submodel."""
+    """Select added norms outside all submodels."""
 
     def find(context: Context) -> Iterable[Target]:
         from hfpatch.model.norms import is_norm
@@ -162,12 +167,12 @@ def loose_norms() -> Selection:
 
 
 def submodel() -> Selection:
-    """The submodel itself."""
+    """Select the submodel itself."""
     return Selection("the submodel", lambda c: _targets(((c.submodel.path, c.submodel.model),) if c.submodel else ()))
 
 
 def root() -> Selection:
-    """The object the caller passed; what torch.compile holds, where that is a wrapper of torch.compile."""
+    """Select the object that the caller passed, without a wrapper of torch.compile around it."""
 
     def find(context: Context) -> Iterable[Target]:
         from hfpatch.model.wrapping import unwrapped

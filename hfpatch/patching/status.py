@@ -1,4 +1,4 @@
-"""What a model carries of hfpatch now: each record held against the model."""
+"""The patches that a model carries now: each record compared with the model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hfpatch.report import Sheet, Shown
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One edit that was made to a model, and what has become of it.
+class EditStatus:
+    """One edit that was made to a model, and its present state.
 
     Attributes:
-        path: Of the edited module.
-        record: What was made of it.
-        state: What is there now.
+        path: Path of the edited module.
+        record: The record of the edit.
+        state: Its present state.
     """
 
     path: str
@@ -32,43 +32,43 @@ class Standing:
 
     @property
     def place(self) -> str:
-        """Return what was edited, for a sentence."""
+        """Slot and path of the edit, for a message."""
         return f"{self.record.slot} of {self.path or 'the model itself'}"
 
 
 @dataclass(frozen=True, repr=False)
 class Status(Shown):
-    """The patches a model carries now, by a look at the model. True if one of them is in force.
+    """The patches that a model carries now, as the model shows. True if an edit is in force.
 
     Attributes:
         model: Name of the model's class.
-        edits: Every edit that was made and not undone, each with what has become of it. Copies that PEFT keeps of an
-            edited module count as that module.
+        edits: Every edit that was made and not undone, with its present state. Copies that PEFT keeps of an edited
+            module count as that module.
     """
 
     model: str
-    edits: tuple[Standing, ...]
+    edits: tuple[EditStatus, ...]
 
     @property
     def patches(self) -> tuple[str, ...]:
-        """Return the ids of the patches of which an edit is in force."""
+        """Ids of the patches with an edit in force."""
         return tuple(dict.fromkeys(record.patch for _, record in self.records))
 
     @property
     def records(self) -> tuple[tuple[str, Record], ...]:
-        """Return the edits that are in force, as (path, record)."""
+        """The edits that are in force, as (path, record)."""
         return tuple((e.path, e.record) for e in self.edits if e.state.in_force)
 
     @property
-    def lapsed(self) -> tuple[Standing, ...]:
-        """Return the edits that are not in force any more: gone, changed by somebody, or left half made."""
+    def lapsed(self) -> tuple[EditStatus, ...]:
+        """The edits that are no longer in force: gone, changed by other code, or unfinished."""
         return tuple(e for e in self.edits if not e.state.in_force)
 
     def __bool__(self) -> bool:
         return any(e.state.in_force for e in self.edits)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON: model, patches, edits (path, patch, slot, before, after, state, now)."""
+        """Return model, patches and edits (path, patch, slot, before, after, state, now), for JSON."""
         return {
             "model": self.model,
             "patches": list(self.patches),
@@ -88,13 +88,13 @@ class Status(Shown):
 
     def lapsed_lines(self) -> tuple[str, ...]:
         """Return a sentence for each patch and state of edits that are not in force."""
-        groups: dict[tuple[str, Word], list[Standing]] = {}
+        groups: dict[tuple[str, Word], list[EditStatus]] = {}
         for e in self.lapsed:
             groups.setdefault((e.record.patch, e.state.word), []).append(e)
         return tuple(_lapsed_line(patch, word, edits) for (patch, word), edits in groups.items())
 
     def sheet(self) -> Sheet:
-        """Return it as a table, what is not in force any more first."""
+        """Return a table of the patches; those with edits no longer in force come first."""
         ids = dict.fromkeys(e.record.patch for e in sorted(self.edits, key=lambda e: e.state.in_force))
         rows: list[tuple[str, ...]] = []
         for patch in ids:
@@ -108,22 +108,22 @@ class Status(Shown):
         )
 
 
-def _lapsed_line(patch: str, word: Word, edits: list[Standing]) -> str:
+def _lapsed_line(patch: str, word: Word, edits: list[EditStatus]) -> str:
     first, count = edits[0], f"{len(edits)} of its edits are" if len(edits) > 1 else "one of its edits is"
     remedy = {
-        "gone": "hfpatch.apply(model) sets it again where the model needs it, hfpatch.revert(model) clears the rest",
-        "changed": f"hfpatch.revert(model, only={patch!r}) puts back what was there before the patch",
-        "unfinished": "hfpatch.revert(model) cleans it",
+        "gone": "hfpatch.apply(model) makes it again if the model needs it, hfpatch.revert(model) undoes the rest",
+        "changed": f"hfpatch.revert(model, only={patch!r}) restores the value before the patch",
+        "unfinished": "hfpatch.revert(model) undoes it",
     }
     return f"{patch}: {count} {word}: {first.place} is {first.state.now}: {remedy[word]}"
 
 
 def status(model: object, *, compare: bool = False) -> Status:
-    """Say which patches a model carries now, by a look at the model; also on a deepcopy or an unpickled model.
+    """Return the patches that a model carries now, as the model shows; also for a deepcopy or an unpickled model.
 
     Args:
         model: As for `hfpatch.apply`.
-        compare: Compare the values of tensors that a patch drew, too, to tell those that were trained since.
+        compare: Also compare the values of tensors that a patch initialised, to find those that were trained since.
 
     Raises:
         NotAModelError: `model` holds no torch module.
@@ -134,10 +134,10 @@ def status(model: object, *, compare: bool = False) -> Status:
 
 def status_of(root: nn.Module, application: str | None, *, compare: bool) -> Status:
     """Return the status of a model, or of one application's edits."""
-    found: dict[tuple[str, str, str, Hashable], Standing] = {}
+    found: dict[tuple[str, str, str, Hashable], EditStatus] = {}
     for path, module, record in logged(root, application):
         key = (without_copy(path), record.application, record.patch, record.change.place)
-        standing = Standing(path, record, state_of(root, module, record, compare=compare))
-        if key not in found or not standing.state.in_force:  # of a module and its copies, the one that lost it
-            found[key] = standing
+        edit = EditStatus(path, record, state_of(root, module, record, compare=compare))
+        if key not in found or not edit.state.in_force:  # of a module and its copies, the one that lost the edit
+            found[key] = edit
     return Status(type(root).__name__, tuple(found.values()))

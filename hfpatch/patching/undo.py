@@ -1,4 +1,4 @@
-"""The way back, for whoever holds the handle and whoever lost it. One edit that cannot be undone stops no other."""
+"""Reverts patches, with the handle or without it. An edit that cannot be undone does not keep others from it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hfpatch.patching.writing import undo
 from hfpatch.report import say
 
 _lock = threading.RLock()
-"""One apply or revert at a time: two of one model would write the same edits twice. Not kept on the model, which may
-be copied and saved."""
+"""One apply or revert at a time: two at once on one model would write the same edits twice. Not kept on the model,
+which may be copied and saved."""
 
 
 def _new_lock() -> None:
@@ -33,23 +33,26 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def one_at_a_time() -> threading.RLock:
-    """Return the lock to hold while a model is planned and written."""
+    """Return the lock that is held while a model is planned and patched, or reverted."""
     return _lock
 
 
 def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
-    """Undo what hfpatch did to a model, for whoever lost the handle; also on a deepcopy.
+    """Undo the patches of a model. Needs no handle, and works on a deepcopy too.
+
+    Values that were set by other code since stay, and so do tensors that were trained since; both are reported on
+    stderr. A patch that `only` names by its id is undone even then, and these values are lost.
 
     Args:
         model: As for `hfpatch.apply`.
-        only: Ids or globs of the patches to undo. What somebody else set in the place of an edit stays as it is, and
-            so does a tensor trained since, unless the patch is named here by its id: then that is thrown away.
+        only: Ids or globs of the patches to undo; None for all.
         exclude: Ids or globs of the patches to keep.
 
     Raises:
         NotAModelError: `model` holds no torch module.
-        UnknownPatchError: A name that matches no patch.
-        RevertError: Some edits could not be undone (a compiled model was called meanwhile); all others were.
+        UnknownPatchError: A name matches no patch.
+        RevertError: Some edits could not be undone, e.g. because a compiled model was called. The others are not
+            affected.
     """
     root = root_module(model)
     wanted = None if only is None else ids(only)
@@ -64,7 +67,16 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
 
 
 def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: Collection[str] = frozenset()) -> None:
-    """Undo what can be undone, the last in the model first, and say what stays."""
+    """Undo the edits of these records, in reverse module order, and report on stderr which ones stay.
+
+    Args:
+        model: The whole object.
+        log: Records to undo, as `logged` returns them.
+        named: Ids of the patches to undo even where a value was set or trained since.
+
+    Raises:
+        RevertError: Some edits could not be undone. The others are not affected.
+    """
     unseen = any(r.change.unseen for _, _, r in log)
     compiled = compiled_already(Survey(model)) if unseen else None
     states = {id(r): state_of(model, module, r, compare=True) for _, module, r in log}
@@ -78,11 +90,11 @@ def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: 
             blocked[compiled] = None
         elif r.patch not in named and (state.word == "changed" or obstacle):
             lines[
-                f"hfpatch: not put back: {place}: {r.slot} is {obstacle or state.now}; {r.patch} had set it to "
-                f"{show(r.after)}. hfpatch.revert(model, only={r.patch!r}) puts it back to what it was before the patch"
+                f"hfpatch: not reverted: {place}: {r.slot} is {obstacle or state.now}; {r.patch} had set it to "
+                f"{show(r.after)}. hfpatch.revert(model, only={r.patch!r}) restores the value before the patch"
             ] = None
         elif r.patch not in named and (id(module), r.patch) in trained:
-            lines[f"hfpatch: {r.patch}: {place} was trained since and stays as it is"] = None
+            lines[f"hfpatch: not reverted: {place} was trained since {r.patch} and keeps its values"] = None
             forget(module, r)
         else:
             lost = None if state == UNFINISHED else r.change.lost(model, module, r.before)
@@ -91,9 +103,9 @@ def undo_all(model: nn.Module, log: list[tuple[str, nn.Module, Record]], named: 
             except (*REJECTIONS, NotImplementedError) as error:
                 blocked[f"{r.patch}: {r.slot} of {place}: {type(error).__name__}: {error}"] = None
                 if state != UNFINISHED and (there := record_at(module, r.change.place)) is not None:
-                    advance(module, there, "written")  # no interruption: what it is now is seen by a look
+                    advance(module, there, "written")  # no interruption: its state can be read from the model
             else:
                 lines |= {f"hfpatch: {r.patch} reverted: {lost}": None} if lost is not None else {}
     say(list(lines))
     if blocked:
-        raise RevertError(f"not undone, which stopped no other edit: {'; '.join(blocked)}")
+        raise RevertError(f"some edits could not be undone, which does not affect the others: {'; '.join(blocked)}")

@@ -1,4 +1,4 @@
-"""Stacks of layers whose stream is float16 and that no patch of the stream serves: the first thing to be said."""
+"""Stacks of layers with a float16 residual stream that no patch supports."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ STREAM = "fp16-residual-overflow"
 
 @dataclass(frozen=True)
 class Unserved:
-    """A stack of layers that runs in float16 and keeps its stream there.
+    """A stack of layers whose residual stream is float16 and stays so.
 
     Attributes:
-        path: Of the list of layers; indices of outer lists are `*`.
+        path: Path of the list of layers; indices of outer lists are `*`.
         cls: Name of the layers' class.
-        architecture: Of the transformers model around it; empty outside all of them.
-        dtype: Of its stream: `float16`.
-        refused: True if the patch knows the architecture and refuses it, or refuses this model.
-        reason: Why it is not served.
+        architecture: Of the transformers model around it; empty outside all transformers models.
+        dtype: Dtype of its stream: `float16`.
+        refused: True if the patch refuses the architecture or this model.
+        reason: Why the patch does not support it.
     """
 
     path: str
@@ -45,26 +45,26 @@ class Unserved:
     reason: str
 
     def __str__(self) -> str:
-        what = f"{self.path}, {self.cls} of {self.architecture or 'your own modules'}"
-        return f"{what}, runs in {self.dtype} and is {'refused' if self.refused else 'not served'}: {self.reason}"
+        where = f"{self.path}, {self.cls} of {self.architecture or 'your own modules'}"
+        return f"{where}, runs in {self.dtype} and is {'refused' if self.refused else 'not supported'}: {self.reason}"
 
     @property
     def sentence(self) -> str:
-        """Return why its stream may overflow and stay so, for a plan that names the path beside it."""
+        """Why its stream may overflow, for a plan that shows the path beside it."""
         of = f" of {self.architecture}" if self.architecture else ""
-        return f"the stream of its {self.cls}{of} is {self.dtype}, which ends at 65,504, and {self.reason}"
+        return f"the stream of its {self.cls}{of} is {self.dtype}, whose maximum is 65,504, and {self.reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: path, class, architecture, dtype, refused, reason."""
+        """Return path, class, architecture, dtype, refused and reason, for JSON."""
         return {("class" if key == "cls" else key): value for key, value in vars(self).items()}
 
 
 def unserved(survey: Survey, compute_dtype: torch.dtype | None = None) -> list[Unserved]:
-    """Return the stacks whose stream is float16 and that `fp16-residual-overflow` does not serve, in module order.
+    """Return the stacks whose stream is float16 and that `fp16-residual-overflow` does not support, in module order.
 
     Args:
-        survey: Of the object.
-        compute_dtype: The dtype it will be run in, where that is not the one of its weights.
+        survey: Of the whole object.
+        compute_dtype: The dtype the model will run in, if its weights have another one now.
     """
     entry = registry.get(STREAM)
     found = (_row(survey, entry, each, compute_dtype) for each in layer_lists(survey))
@@ -72,7 +72,7 @@ def unserved(survey: Survey, compute_dtype: torch.dtype | None = None) -> list[U
 
 
 def all_within(survey: Survey, stacks: Collection[str]) -> bool:
-    """True if every list of modules is one of these stacks, or in one: then there is no other stack."""
+    """True if every list of modules is one of these stacks or inside one, so that there is no other stack."""
     lists = (path for path, m in survey.modules.items() if isinstance(m, LISTS) and len(m) > 1)
     return bool(stacks) and all(any(inside(path, stack) for stack in stacks) for path in lists)
 
@@ -98,10 +98,10 @@ def _row(survey: Survey, entry: Entry, layers: LayerList, compute_dtype: torch.d
     if isinstance(verdict, Refused):
         return replace(row, refused=True, reason=verdict.reason)
     if foreign := drift(entry.patch.upstream, context).foreign:
-        return replace(row, refused=True, reason=f"it was not proved with {foreign[0]}, which no repro of it runs")
+        return replace(row, refused=True, reason=f"it was not tested with {foreign[0]}, which no repro of it runs")
     if any(inside(path, s.path) or inside(s.path, path) for s in survey.stacks.get(submodel.path, ())):
         return None
-    return replace(row, reason="the patch widens another stack of this model, not this one")
+    return replace(row, reason="the patch changes another stack of this model, not this one")
 
 
 def _lists(survey: Survey, path: str) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
@@ -113,7 +113,7 @@ def _lists(survey: Survey, path: str) -> Iterator[tuple[str, list[tuple[str, nn.
 def _dtype(
     survey: Survey, submodel: Submodel | None, path: str, items: list[tuple[str, nn.Module]]
 ) -> torch.dtype | None:
-    """Dtype of a stack's stream: by its embeddings and branches where roles tell them, else of its first layer."""
+    """Return the dtype of a stack's stream, by its embeddings and branches if known, else that of its first layer."""
     stacks = () if submodel is None else survey.stacks.get(submodel.path, ())
     for stack in stacks:
         if submodel is not None and stack.path == path:

@@ -1,4 +1,4 @@
-"""Edits carried out and undone, each with its record; those of a plan all or none."""
+"""Writes and undoes edits together with their records; the edits of a plan all or none."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def carry_out(root: nn.Module, made: Decisions) -> str:
-    """Do what a plan says, all or nothing. Returns the id that its records bear.
+    """Make the edits of a plan, all or nothing. Returns the application id in their records.
 
     Raises:
-        ApplyError: An edit failed; those before it were undone.
+        ApplyError: An edit failed; the edits before it were undone.
     """
     application = uuid.uuid4().hex
     try:
@@ -41,12 +41,12 @@ def _do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
     except Exception as error:
         raise ApplyError(
             f"{patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
-            f"({type(error).__name__}: {error}); nothing of it is applied"
+            f"({type(error).__name__}: {error}); the edits before it are undone, so apply changes nothing"
         ) from error
 
 
 def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
-    """Carry out one edit, the record first. An older record of the same place, no longer true, is undone before."""
+    """Make one edit, its record first. An older edit of the same place, which is no longer in force, is undone."""
     change, module = edit.change, edit.module
     older = record_at(module, change.place)
     if older is not None:
@@ -56,14 +56,14 @@ def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
     try:
         change.write(root, module, record.before)
     except BaseException:
-        undo(root, module, record)  # it may have been written before it raised
+        undo(root, module, record)  # part of it may have been written
         raise
     advance(module, record, "written")
 
 
 def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
-    """Put back what was there before a record, and forget the record."""
-    record = record_at(module, record.change.place) or record  # another's undo may have changed what it goes back to
+    """Undo the edit of a record, and drop the record."""
+    record = record_at(module, record.change.place) or record  # undoing another edit may have changed its `before`
     if record.phase == "written":
         record = advance(module, record, "undoing")
     back = record.change.abandon if record.phase == "writing" else record.change.restore
@@ -72,16 +72,16 @@ def undo(root: nn.Module, module: nn.Module, record: Record) -> None:
 
 
 @contextmanager
-def lifted(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
-    """The modules as they were before these records, those of them that are in force; afterwards as they are."""
+def suspended(root: nn.Module, log: Sequence[tuple[nn.Module, Record]]) -> Generator[None]:
+    """Suspend the edits of these records that are in force, and resume them at the end of the context."""
     log = [(module, record) for module, record in log if state_of(root, module, record).in_force]
     begun: list[tuple[nn.Module, Record, list[Any]]] = []
     try:
         for module, record in reversed(log):
             held: list[Any] = []
             begun.append((module, record, held))
-            record.change.lift(root, module, record.before, held)
+            record.change.suspend(root, module, record.before, held)
         yield
     finally:
         for module, record, held in reversed(begun):
-            record.change.lower(root, module, record.before, held)
+            record.change.resume(root, module, record.before, held)

@@ -1,4 +1,4 @@
-"""Where models pickled with release 0.1 look for these names."""
+"""Names that models pickled with release 0.1 refer to."""
 
 from hfpatch.lab.composites_modulation import Gate as Gate
 from hfpatch.lab.composites_modulation import Modulation as Modulation

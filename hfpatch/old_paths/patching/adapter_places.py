@@ -1,4 +1,4 @@
-"""Where models pickled with release 0.1 look for these names."""
+"""Names that models pickled with release 0.1 refer to."""
 
 from hfpatch.patching.kinds.add_targets import AddTargets as Expansions
 from hfpatch.patching.kinds.expansion import Before as Before

@@ -1,4 +1,4 @@
-"""Where models pickled with release 0.1 look for these names."""
+"""Names that models pickled with release 0.1 refer to."""
 
 from hfpatch.patching.kinds.one_plus_tanh import Bounded as Bounded
 from hfpatch.patching.kinds.one_plus_tanh import Enter as Enter

@@ -1,4 +1,4 @@
-"""Where models pickled with release 0.1 look for these names."""
+"""Names that models pickled with release 0.1 refer to."""
 
 from hfpatch.patching.kinds.cast_input import CastInput as CastInput
 from hfpatch.patching.kinds.cast_output import CastOutput as CastOutput

@@ -1,4 +1,4 @@
-"""Where models pickled with release 0.1 look for these names."""
+"""Names that models pickled with release 0.1 refer to."""
 
 from hfpatch.old_paths.patching.records import Missing as Missing
 from hfpatch.old_paths.patching.records import Record as Record

@@ -1,4 +1,4 @@
-"""Where models pickled with release 0.1 look for these names; records of that time become those of today."""
+"""Names that models pickled with release 0.1 refer to. Unpickling converts their records to the present class."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hfpatch.patching.kinds.states import Missing as Missing
 
 
 class Record:
-    """A record that says by words what was done: `kind` and `slot`. Unpickled, it is a record of today."""
+    """A record of release 0.1, with `kind` and `slot` in place of `change`. Unpickling makes it a `record.Record`."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         change = change_of(state.pop("kind"), state.pop("slot"), state.pop("after"))
         self.__dict__.update(state, change=change)
-        self.__class__ = record.Record  # pyright: ignore[reportAttributeAccessIssue] - it is one from here on
+        self.__class__ = record.Record  # pyright: ignore[reportAttributeAccessIssue] - converted on purpose
 
 
 def change_of(kind: str, slot: str, after: Any) -> Change:
-    """Return what an edit of that kind and slot, to that value, is today."""
+    """Return the change that corresponds to a kind, slot and value of release 0.1."""
     match kind:
         case "attribute":
             return SetAttribute(slot, after)
@@ -33,5 +33,5 @@ def change_of(kind: str, slot: str, after: Any) -> Change:
             return ChooseAttention(after)
         case "one-plus-tanh":
             return BoundModulation(after)
-        case _:  # a hook that casts, or what adapters gain: unpickled, the value is the change already
+        case _:  # casts, and layers that adapters gain: the unpickled value is already the change
             return after

@@ -1,4 +1,4 @@
-"""The changes that edits make, a file each."""
+"""The kinds of change that an edit can make, one file each."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
-"""A change: LoRA adapters that a model carries gain layers on linear maps they miss.
+"""A change that adds layers to LoRA adapters, on linear layers that they do not adapt yet.
 
-PEFT's own injection re-activates every layer of an adapter, so it is called for the missing layers one by one:
-existing layers, their weights and their flags are not touched. The module that is changed is PEFT's `LoraModel`.
-The way back takes out the gained layers and nothing else: which adapters are active, what trains and what other
-adapters have in the same place may have been set since, and stays.
+PEFT's own injection re-activates every layer of an adapter, so it is called for each missing layer alone: existing
+layers, their weights and their flags are not touched. The changed module is PEFT's `LoraModel`.
+Undoing removes only the added layers. The active adapters, the flags and the layers of other adapters may have
+changed since, and stay as they are.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ PER_ADAPTER = (
     "r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias", "lora_variant", "lora_dropout", "lora_A",
     "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
 )  # fmt: skip
-"""Tables of a LoRA layer that are keyed by the name of the adapter."""
+"""Attributes of a LoRA layer that are dicts with the adapter's name as key."""
 
 
 @dataclass(frozen=True)
 class AddTargets(Change):
-    """Adapters of one PEFT model gain layers. A is drawn as PEFT draws it, B is 0, so no output changes.
+    """Adds layers to adapters of one PEFT model. PEFT initialises A, and B is 0, so no output changes.
 
-    The draws come from torch's global generator, exactly those PEFT itself would take for the same modules.
+    The random values come from torch's global generator, as when PEFT adapts the same modules.
 
     Attributes:
-        parts: What each adapter gains.
+        parts: The layers that each adapter gains.
     """
 
     parts: tuple[Expansion, ...]
@@ -156,8 +156,8 @@ class AddTargets(Change):
         if (outside := wrapped(Survey(root))) is not None:
             path, kind = outside
             return (
-                f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped them, so that "
-                f"taking some out would break it; revert the model that {kind} holds, and wrap it again afterwards"
+                f"inside {kind} ({path or 'the model'}), which fixed its parameters when it wrapped the model, so "
+                f"removing some would break it; revert the model that {kind} holds, and wrap it again afterwards"
             )
         places = places_now(module, before)
         for part in self.parts:
@@ -165,7 +165,7 @@ class AddTargets(Change):
             for path in part.modules:
                 layer = places[path].layer
                 if part.adapter in getattr(layer, "merged_adapters", ()):
-                    return f"merged into the base weights at {path}{whose}; unmerge_adapter() takes it out"
+                    return f"merged into the base weights at {path}{whose}; call unmerge_adapter() first"
         return None
 
     def lost(self, root: nn.Module, module: nn.Module, before: Before) -> str | None:
@@ -177,10 +177,10 @@ class AddTargets(Change):
             if part.adapter not in others and part.adapter in _adapted(layer := places[path].layer)
         ]
         trained = sum(_trained(layer, adapter) for adapter, layer in layers)
-        return f"the {trained} layers that were trained since are gone with it" if trained else None
+        return f"{trained} layers that were trained since are removed" if trained else None
 
-    def lift(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
-        """Switch the gained layers off where they are: nothing is taken out that would have to go back in order."""
+    def suspend(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
+        """Deactivate the added layers in place: nothing is removed that would have to be put back in order."""
         for place in places_now(module, before).values():
             layer = place.layer
             if not is_layer(layer):
@@ -194,7 +194,7 @@ class AddTargets(Change):
                 _unmerge(layer, place.gains)
             layer.__dict__[peft.ACTIVE] = [name for name in layer.active_adapters if name not in place.gains]
 
-    def lower(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
+    def resume(self, root: nn.Module, module: nn.Module, before: Before, held: list[Any]) -> None:
         for layer, active, merged, weights in held:
             layer.__dict__[peft.ACTIVE] = active
             layer.merged_adapters[:] = merged
@@ -209,7 +209,7 @@ class AddTargets(Change):
 
 
 def _without(tuner: nn.Module, part: Expansion, before: Before) -> list[str]:
-    """Return the places where an adapter has no layer any more."""
+    """Return the paths at which an adapter no longer has its layer."""
     places = places_now(tuner, before)
     return [path for path in part.modules if part.adapter not in _adapted(places[path].layer)]
 
@@ -219,7 +219,7 @@ def _has_names(config: Any, part: Expansion) -> bool:
 
 
 def _others(tuner: nn.Module, parts: tuple[Expansion, ...], before: Before) -> set[str]:
-    """Return the names under which another adapter was made, with targets of its own, after ours was deleted."""
+    """Return the names that other adapters, with their own targets, took after ours was deleted."""
     return {
         part.adapter
         for part, names in zip(parts, before.names, strict=True)
@@ -231,7 +231,7 @@ def _others(tuner: nn.Module, parts: tuple[Expansion, ...], before: Before) -> s
 
 
 class _Model:
-    """How an adapter's existing layers are, for the new ones to be the same."""
+    """The flags, dtype and mode of an adapter's existing layers, which the new layers get too."""
 
     def __init__(self, tuner: Any, adapter: str) -> None:
         layers = [m for m in tuner.model.modules() if adapter in getattr(m, "lora_A", ())]
@@ -267,7 +267,7 @@ class _Model:
 
 
 def _keep(place: Place) -> None:
-    """Put back the flags of what was there, which PEFT sets anew whenever a layer is made or gains an adapter."""
+    """Restore the flags of what was there, which PEFT sets whenever it makes a layer or adds an adapter to one."""
     new = {id(p) for adapter in place.gains for p in _of_adapter(place.layer, adapter)}
     old = [p for p in place.there.parameters() if id(p) not in new or place.bare]
     for parameter, flag in zip(old, place.flags, strict=True):
@@ -277,7 +277,7 @@ def _keep(place: Place) -> None:
 
 
 def _as_before(place: Place) -> None:
-    """Put back the flags of what was there, and its active adapters, after a write that did not come to its end."""
+    """Restore the flags and active adapters of what was there, after a write that did not finish."""
     for parameter, flag in zip(place.there.parameters(), place.flags, strict=True):
         parameter.requires_grad_(flag)
     if not place.bare:
@@ -285,22 +285,22 @@ def _as_before(place: Place) -> None:
 
 
 def _carried(layer: Any) -> set[str]:
-    """The adapters in a layer."""
+    """Return the names of the adapters in a layer."""
     return set(layer.lora_A) | set(layer.lora_embedding_A)
 
 
 def _adapted(layer: Any) -> Any:
-    """The adapters with a linear map in a layer; none in a bare map, or where nothing is any more."""
+    """Return the adapters with a linear layer here; empty for a layer without adapters and for None."""
     return getattr(layer, "lora_A", ())
 
 
 def _trained(layer: Any, adapter: str) -> bool:
-    """True if B, which is made 0, holds anything else by now."""
+    """True if B, which was initialised to 0, holds other values."""
     return any(not p.is_meta and bool(p.detach().any()) for p in layer.lora_B[adapter].parameters())
 
 
 def _unmerge(layer: Any, adapters: Iterable[str]) -> None:
-    """Take these adapters out of the base weights, where they are in; others that are stay in."""
+    """Unmerge these adapters from the base weights; other merged adapters stay merged."""
     merged = list(layer.merged_adapters)
     rest = [name for name in merged if name not in adapters]
     if rest == merged:
@@ -311,7 +311,7 @@ def _unmerge(layer: Any, adapters: Iterable[str]) -> None:
 
 
 def _hand_over(module: nn.Module, path: str, place: Place) -> None:
-    """A layer stays for an adapter that came later: if a later record added that, its undo is to unwrap the map."""
+    """If a later record added the adapter that keeps this layer, let undoing that record unwrap the linear layer."""
     for before in (record.before for record in records_of(module)):
         places = before.places if isinstance(before, Before) else {}
         if path in places and place_now(frame_of(module), path, places[path]).there is place.layer:
@@ -349,7 +349,7 @@ def _configs(tuner: nn.Module) -> dict[str, Any]:
 
 
 def _noted(tuner: nn.Module) -> list[str]:
-    """Paths of adapted modules, as PEFT itself notes them."""
+    """Return PEFT's own list of the paths of adapted modules."""
     noted: Any = tuner.__dict__.get("targeted_module_names")
     return noted if isinstance(noted, list) else []
 

@@ -1,8 +1,8 @@
-"""Names under which hfpatch's attention functions are entered in transformers' `AttentionInterface`."""
+"""Names of hfpatch's attention functions in transformers' `AttentionInterface`."""
 
 from __future__ import annotations
 
 FP32_LOGITS = "hfpatch_fp32_logits"
 FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
-"""With eager attention's masks: for submodels that are not all causal, or whose code wants masks to add."""
+"""With eager attention's masks: for submodels that are not causal throughout, or whose code needs additive masks."""
 WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"

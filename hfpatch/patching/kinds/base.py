@@ -1,7 +1,7 @@
-"""What a change to a module must be able to do. The engine knows edits only through this.
+"""The interface of a change to a module. apply, status and revert use a change only through it.
 
-A change is a frozen value: two that are equal do the same. What undoing one needs is kept beside it, in the `Record`
-that the changed module carries.
+A change is a frozen value: equal changes do the same. The data that undoing it needs is kept in the `Record` that
+the changed module carries.
 """
 
 from __future__ import annotations
@@ -16,77 +16,77 @@ if TYPE_CHECKING:
 
 
 class Change:
-    """One change to one module: how it is written, read and undone.
+    """One change to one module: writes, reads and undoes it.
 
-    `root` is the object the caller works on (of apply, or of revert: a copy has another); `module` is the module in it
-    that is changed; `before` is what `inverse` returned.
+    In the methods, `root` is the object that apply or revert was called with (a copy of a model is another root),
+    `module` is the changed module in it, and `before` is the value that `inverse` returned.
     """
 
     unseen: ClassVar[str] = ""
-    """Why code that torch.compile has made already would not notice the change; empty where it does."""
+    """Why code that torch.compile has already compiled would not notice the change; empty if it would."""
 
     @property
     def slot(self) -> str:
-        """Name of what is changed, for tables and sentences: `eps`, `input dtype`, `tensor weight`, `attention`."""
+        """Name of the changed property, for tables: `eps`, `input dtype`, `tensor weight`, `attention`."""
         raise NotImplementedError
 
     @property
     def after(self) -> Any:
-        """The value asked for, for tables and sentences."""
+        """The new value, for tables and messages."""
         return self
 
     @property
     def place(self) -> Hashable:
-        """What of a module is changed: of two changes with one place, only one can be in force."""
+        """The part of a module that is changed: of two changes with the same place, only one can be in force."""
         return type(self)
 
     def now(self, module: nn.Module) -> Any:
-        """Return the value that is there now, for a plan's table; `ABSENT` for nothing."""
+        """Return the present value, for the table of a plan; `ABSENT` if there is none."""
         return ABSENT
 
     def inverse(self, root: nn.Module, module: nn.Module) -> Any:
-        """Return everything undo will need. Changes nothing."""
+        """Return the data that undoing will need. Changes nothing."""
         return ABSENT
 
     def write(self, root: nn.Module, module: nn.Module, before: Any) -> None:
-        """Carry it out."""
+        """Make the change."""
         raise NotImplementedError
 
     def read(self, root: nn.Module, module: nn.Module, before: Any) -> State:
-        """Return what has become of it since it was written, by a look at the model. Compares no tensors."""
+        """Return the present state of the change in the model, without comparing the values of tensors."""
         raise NotImplementedError
 
     def compare(self, root: nn.Module, module: nn.Module, before: Any) -> State:
-        """Return the same, with a look at the values of tensors."""
+        """Return the present state of the change in the model, with the values of tensors compared."""
         return self.read(root, module, before)
 
     def restore(self, root: nn.Module, module: nn.Module, before: Any) -> None:
-        """Put back what was there, exactly: bytes, identity, order, absence.
+        """Restore exactly what was there before: bytes, identity, order, absence.
 
-        Also after a restore that was interrupted, and a second time.
+        Works after an interrupted restore too, and when called twice.
         """
         raise NotImplementedError
 
     def abandon(self, root: nn.Module, module: nn.Module, before: Any) -> None:
-        """Restore after a write that did not come to its end."""
+        """Restore after a write that did not finish."""
         self.restore(root, module, before)
 
     def obstacle(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
-        """Return why undoing would break something, though all is as it was made; None where nothing would."""
+        """Return why undoing would break the model, even though the change is in place; None if it would not."""
         return None
 
     def lost(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
-        """Return what undoing throws away that somebody may miss; None for nothing."""
+        """Return a sentence about training that undoing would throw away; None if there is none."""
         return None
 
-    def lift(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
-        """Restore for a while. What `lower` will need goes into `held`, before anything is changed."""
+    def suspend(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+        """Undo the change for a while. Appends the data that `resume` will need to `held`, before changing anything."""
         self.restore(root, module, before)
 
-    def lower(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
-        """The way back from `lift`, also from one that was interrupted."""
+    def resume(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+        """Put the change back after `suspend`, even if that was interrupted."""
         self.write(root, module, before)
 
     def added(self, root: nn.Module, module: nn.Module, before: Any) -> Iterable[nn.Parameter]:
-        """Return the parameters it brought into the model."""
+        """Return the parameters that the change added to the model."""
         return ()

@@ -1,4 +1,4 @@
-"""A change: 1 + tanh in a module's own forward becomes a bounded factor."""
+"""A change that replaces 1 + tanh in a module's own forward with a bounded factor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hfpatch.patching.kinds.states import State
 from hfpatch.patching.tanh.in_code import may_add_one
 
 Pairs = tuple[tuple[nn.Module, Enter, Leave], ...]
-"""Modules with the hooks that are set on them, the edited module's first."""
+"""Modules with the hooks that are set on them; the edited module comes first."""
 
 
 @dataclass(frozen=True)
 class BoundModulation(HookChange):
-    """1 + tanh in a module's own forward becomes a bounded factor. `before` holds the hooks, by module."""
+    """Replaces 1 + tanh in a module's own forward with a bounded factor. `before` holds the hooks, by module."""
 
     bounds: Bounded
 
@@ -38,7 +38,7 @@ class BoundModulation(HookChange):
 
     def write(self, root: nn.Module, module: nn.Module, before: Pairs) -> None:
         for each, enter, leave in before:
-            # The edited module's mode is the innermost of its call, a hiding one the outermost: they nest in any order.
+            # The edited module's mode is the innermost of its call, a hiding mode the outermost, so they can be nested.
             own = each is module
             hooks.before(each, enter, with_kwargs=True, first=not own)
             hooks.after(each, leave, first=own, always=True)
@@ -54,10 +54,10 @@ class BoundModulation(HookChange):
         hooked = {id(each) for each, _, _ in before}
         new = [type(each).__name__ for each in _to_hide(module) if id(each) not in hooked]
         if new:
-            return State("gone", f"without the hooks that leave the 1 + tanh of a new {new[0]} in it alone")
+            return State("gone", f"without the hooks that protect the 1 + tanh of a new {new[0]} inside it")
         return super().read(root, module, before)
 
 
 def _to_hide(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside that may have a 1 + tanh of their own."""
+    """Return the modules inside a module that may compute their own 1 + tanh."""
     return [each for each in module.modules() if each is not module and may_add_one(each)]

@@ -1,4 +1,4 @@
-"""A change: what goes into a module is cast."""
+"""A change that casts the input of a module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hfpatch.patching.kinds.stream import cast, handing, stream_of
 
 @dataclass(frozen=True)
 class CastInput(HookChange):
-    """A forward pre-hook that casts the stream tensor: the first argument, or `hidden_states`, wherever it is passed.
+    """A forward pre-hook that casts the stream: the first argument, or `hidden_states`, wherever it is passed.
 
-    Masks, position embeddings and caches are left as they are: a cast would turn a float32 mask's
-    lowest value into -inf.
+    Masks, position embeddings and caches keep their dtype: a cast to float16 would turn the lowest value of a
+    float32 mask into -inf.
     """
 
     rule: DtypeRule
@@ -35,15 +35,15 @@ class CastInput(HookChange):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, Any] | None:
-        """Cast if there is something to cast. Without `kwargs` it was taken off during this call, and does nothing.
+        """Cast the stream tensor, if its dtype differs. Without `kwargs` the hook was removed during this call.
 
         Raises:
-            RefusedError: FSDP would cast the float32 stream back on its way through the module.
+            RefusedError: FSDP would cast the float32 stream back at this module.
         """
         if kwargs is None:
             return None
         if self.rule.weight is None and (why := narrows_stream(module)):
-            raise RefusedError(f"the stream was set to run in float32, and a {type(module).__name__} undoes it: {why}")
+            raise RefusedError(f"the stream was set to run in float32, but {type(module).__name__} undoes it: {why}")
         stream = stream_of(args, kwargs)
         now = cast(stream, self.rule.of(module))
         return None if now is stream else handing(now, stream, args, kwargs)

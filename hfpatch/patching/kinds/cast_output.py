@@ -1,4 +1,4 @@
-"""A change: what comes out of a module is cast."""
+"""A change that casts the output of a module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CastOutput(HookChange):
         hooks.after(module, self)
 
     def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Cast if there is something to cast."""
+        """Cast the output, if its dtype differs."""
         return cast(output, self.rule.of(module))
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""A change: a submodel's attention implementation is chosen, for this model only.
+"""A change that sets the attention implementation of a submodel, for this model only.
 
-The public setter writes the config, and configs are shared: with parents, and between models. So the
-submodel's configs, its parents' and its children's, are copied first, every module is pointed at the
-copies, and the setter then writes those.
+transformers' public setter writes the config, and configs are shared with parents and between models. So the configs
+of the submodel, its parents and its children are copied first, every module is pointed at the copies, and the setter
+writes to these.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hfpatch.patching.kinds.base import Change
 from hfpatch.patching.kinds.states import HERE, State
 from hfpatch.patching.record import exchange, logged
 
-# When this module is imported and not when a patch is applied: a model that was pickled with its choice
-# names it, and unpickling imports this module for its records. Both interfaces, or the mask is lost.
+# Registered on import, not when a patch is applied: the config of a pickled model names these functions, and
+# unpickling its records imports this module. Without an entry in the mask interface there would be no mask.
 AttentionInterface.register(FP32_LOGITS, fp32_logits_attention)
 AttentionMaskInterface.register(FP32_LOGITS, fp32_logits_mask)
 AttentionInterface.register(FP32_LOGITS_MASKED, fp32_logits_attention_masked)
@@ -39,26 +39,31 @@ AttentionMaskInterface.register(WITHOUT_CUDNN, sdpa_mask)
 
 
 WRITTEN_BY_A_SAVE = ("architectures", "dtype", "transformers_version")
-"""What `save_pretrained` writes into the config of the model it saves; no change of the user's."""
+"""Keys that `save_pretrained` writes into the config of the saved model, which are no changes by the user."""
 
 
 @dataclass(frozen=True, eq=False)
 class Configs:
-    """The configs that were copied, their copies, and the implementation each had."""
+    """The configs that were copied.
+
+    Attributes:
+        pairs: Each config with its copy.
+        implementations: The attention implementation that each had.
+    """
 
     pairs: tuple[tuple[PreTrainedConfig, PreTrainedConfig], ...]
     implementations: tuple[str, ...]
 
     def each(self) -> Iterable[tuple[tuple[PreTrainedConfig, PreTrainedConfig], str]]:
-        """Return every pair of a config and its copy, with the implementation it had."""
+        """Return ((config, copy), implementation) for each config."""
         return zip(self.pairs, self.implementations, strict=True)
 
 
 @dataclass(frozen=True)
 class ChooseAttention(Change):
-    """A submodel computes attention by another entry of transformers' `AttentionInterface`."""
+    """Sets a submodel's attention implementation, an entry of transformers' `AttentionInterface`."""
 
-    unseen = "torch.compile would go on running the attention it made its code from"
+    unseen = "torch.compile would keep running the attention that it has compiled"
 
     implementation: str
 
@@ -74,7 +79,7 @@ class ChooseAttention(Change):
         return implementation.chosen(module.config)
 
     def inverse(self, root: nn.Module, module: nn.Module) -> Configs:
-        # a model may hold several configs that are not one tree (T5's encoder and decoder have copies)
+        # a model may hold several separate trees of configs (T5's encoder and decoder have copies)
         mine = {id(c) for held in _held(module) for c in _tree(held)}
         shared = [c for c in _held(root) if not mine.isdisjoint(id(t) for t in _tree(c))]
         memo: dict[int, Any] = {}
@@ -90,13 +95,13 @@ class ChooseAttention(Change):
         module.set_attn_implementation({"": self.implementation})  # pyright: ignore[reportCallIssue]
         mine = _architecture(module)
         for (_, new), had in before.each():
-            if new.model_type != mine:  # the setter goes on into submodels whose config the model's does not list
+            if new.model_type != mine:  # the setter also writes to submodels whose config is not part of the model's
                 implementation.note(new, had)
-            elif had == was:  # a layer may hold a config of its own, which the setter does not reach
+            elif had == was:  # a layer may hold its own config, which the setter does not reach
                 implementation.note(new, self.implementation)
         if self.now(module) != self.implementation:
             raise ValueError(
-                f"{type(module).__name__} does not take attention {self.implementation!r}: it is not computed through "
+                f"{type(module).__name__} does not accept attention {self.implementation!r}: it does not use "
                 "transformers' AttentionInterface"
             )
 
@@ -118,24 +123,24 @@ class ChooseAttention(Change):
         for config, was in self._chosen(module, before):
             implementation.note(config, was)
         _hand_over(root, before)
-        if all(_same(old, new) for old, new in before.pairs):  # else somebody has set other values meanwhile: they stay
+        if all(_same(old, new) for old, new in before.pairs):  # else other values were set since, and stay
             _point(root, {id(new): old for old, new in before.pairs})
 
-    def lift(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
-        """Put the implementations back where they are: which config a module holds stays as it is."""
+    def suspend(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
+        """Restore the implementations in the present configs; modules keep the configs that they hold."""
         chosen = list(self._chosen(module, before))
         held.extend((config, implementation.chosen(config)) for config, _ in chosen)
         for config, was in chosen:
             implementation.note(config, was)
 
-    def lower(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
+    def resume(self, root: nn.Module, module: nn.Module, before: Configs, held: list[Any]) -> None:
         for config, now in reversed(held):
             implementation.note(config, now)
 
     def _chosen(self, module: nn.Module, before: Configs) -> Iterable[tuple[PreTrainedConfig, str]]:
-        """The configs in which an implementation was chosen, each with the one it had.
+        """Return the configs in which the implementation was set, each with the implementation it had before.
 
-        They are our copies, which modules outside the root may hold too, and copies that a later edit made of those.
+        These are our copies, which modules outside the root may hold too, and copies that a later edit made of them.
         """
         mine = _architecture(module)
         copies = [(new, was) for (_, new), was in before.each() if new.model_type == mine]
@@ -153,7 +158,7 @@ def _architecture(module: nn.Module) -> str:
 
 
 def _hand_over(root: nn.Module, gone: Configs) -> None:
-    """Let later edits, which copied the copies of one that is undone, go back to what that one had copied."""
+    """Let later edits, which copied the copies of the edit that is undone, restore the configs before both."""
     first = {id(new): (old, choice) for (old, new), choice in gone.each()}
     for _, module, record in logged(root):
         before = record.before
@@ -174,7 +179,7 @@ def _held(root: nn.Module) -> Iterable[PreTrainedConfig]:
 
 
 def _tree(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A config and the configs in it, at any depth."""
+    """Return a config and the configs in it, at any depth."""
     out = [config]
     for value in config.__dict__.values():
         if isinstance(value, PreTrainedConfig):
@@ -183,7 +188,7 @@ def _tree(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _point(root: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
-    """Point every module that holds one of these configs at the other."""
+    """Replace configs that modules hold, by the id of the old config."""
     for module in root.modules():
         for name, value in module.__dict__.items():
             if isinstance(value, PreTrainedConfig) and id(value) in to:
@@ -191,7 +196,7 @@ def _point(root: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
 
 
 def _same(old: PreTrainedConfig, new: PreTrainedConfig) -> bool:
-    """True if they are equal but for attention and what a save writes; configs inside are compared on their own."""
+    """True if two configs are equal except for attention and `WRITTEN_BY_A_SAVE`; configs inside are not compared."""
 
     def values(config: PreTrainedConfig) -> dict[str, Any]:
         skip = (*implementation.KEYS, *WRITTEN_BY_A_SAVE)

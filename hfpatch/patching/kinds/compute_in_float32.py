@@ -1,4 +1,4 @@
-"""A change: a torch norm or linear map computes in float32, its weights as they are."""
+"""A change that runs a torch norm or linear layer in float32 and keeps the dtype of its weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hfpatch.patching.kinds.stream import handing, stream_of
 
 @dataclass(frozen=True)
 class ComputeInFloat32(HookChange):
-    """A forward pre-hook under which torch's norms and linear maps compute in float32, their weights as they are.
+    """A forward pre-hook that lets torch's norms and linear layers compute in float32, their weights unchanged.
 
-    torch wants the input and the weight of a norm in one dtype, and autocast casts what goes into a linear map. So the
-    input is handed over in a form that carries the wish to the function itself: there is no state, and nothing to take
-    back after the call.
+    torch's norms require input and weight in one dtype, and autocast casts the input of a linear layer. So the hook
+    replaces the input with a tensor of a subclass, `Float32Compute`, which dispatches the function to float32. There is
+    no state to restore after the call.
     """
 
     @property
@@ -32,7 +32,7 @@ class ComputeInFloat32(HookChange):
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, Any] | None:
-        """Hand the stream tensor over for float32. Without `kwargs` it was taken off during this call."""
+        """Replace the stream tensor with a `Float32Compute`. Without `kwargs` the hook was removed during this call."""
         stream = None if kwargs is None else stream_of(args, kwargs)
         return None if stream is None or kwargs is None else handing(for_float32(stream), stream, args, kwargs)
 

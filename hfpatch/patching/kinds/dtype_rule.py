@@ -1,4 +1,4 @@
-"""Which dtype a cast goes to."""
+"""The target dtype of a cast."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hfpatch.model.roles import weights_dtype
 
 @dataclass(frozen=True)
 class DtypeRule:
-    """Which dtype a cast goes to.
+    """The target dtype of a cast: fixed, or that of a weight when the module is called.
 
     Args:
-        dtype: The dtype, where `weight` is empty or gives no floating-point weight (quantised layers).
-        weight: Path within the module to a layer whose weight's dtype is followed, so that the cast stays
-            right after `model.float()` or `model.half()`.
+        dtype: The fixed dtype; with `weight`, the fallback if that layer has no floating-point weight (quantised).
+        weight: Path within the module to the layer whose weight decides, so the cast stays right after
+            `model.float()` or `model.half()`; None for the fixed dtype.
     """
 
     dtype: torch.dtype
     weight: tuple[str, ...] | None = None
 
     def of(self, module: nn.Module) -> torch.dtype:
-        """The dtype for this module, now."""
+        """Return the present target dtype for a module."""
         if self.weight is None:
             return self.dtype
         holder: Any = module
         for name in self.weight:
             holder = getattr(holder, name, None)
         weight = getattr(holder, "weight", None)
-        if weight is None:  # the layer was replaced since, by one of another form
+        if weight is None:  # the layer was replaced since, by one with another structure
             return weights_dtype(module) or self.dtype
         return weight.dtype if weight.dtype.is_floating_point else self.dtype
 
@@ -42,10 +42,16 @@ class DtypeRule:
 
 
 def dtype_rule(to: str, module: nn.Module, compute: torch.dtype | None, stream: torch.dtype | None) -> DtypeRule:
-    """The rule for a module: `float32`, or `weights` to follow a layer that has the module's usual dtype.
+    """Return the rule for a module.
 
-    Where the weights are in another dtype than the model computes in (norms kept in float32), the
-    compute dtype is fixed instead.
+    If the weights have another dtype than the stream (norms kept in float32), the compute dtype is fixed instead of
+    following them.
+
+    Args:
+        to: `float32`, or `weights` to follow a layer with the dtype of most weights.
+        module: The module whose input or output is cast.
+        compute: The dtype the model will run in, if the caller gave one.
+        stream: Dtype of the residual stream; None if unknown.
     """
     if to == "float32":
         return DtypeRule(torch.float32)

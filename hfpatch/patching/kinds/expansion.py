@@ -1,4 +1,4 @@
-"""What LoRA adapters are to gain, where, and what was there; found again where somebody replaced a block since."""
+"""The layers that LoRA adapters gain, their places and what was there before; found again in a replaced block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hfpatch.patching.kinds.states import ABSENT
 
 @dataclass(frozen=True)
 class Expansion:
-    """What an adapter is to gain.
+    """The layers that an adapter gains.
 
     Attributes:
-        adapter: Its name.
-        modules: Whole paths, in the tuner's model, of the linear maps that get a layer.
-        names: Its target names afterwards.
+        adapter: Name of the adapter.
+        modules: Full paths, in the model that PEFT's tuner holds, of the linear layers to adapt.
+        names: The adapter's `target_modules` afterwards.
     """
 
     adapter: str
@@ -33,16 +33,16 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer goes.
+    """A place in the model that gets a LoRA layer.
 
     Attributes:
-        parent: The module that holds the map.
-        name: Under which name.
-        there: What was there: the map, or a layer of another adapter around it.
-        flags: `requires_grad` of every parameter in it.
+        parent: The module that holds the linear layer.
+        name: Its name in the parent.
+        there: The module that was there: the linear layer, or a LoRA layer of another adapter around it.
         gains: The adapters that gain a layer here.
-        active: The layer's own note of the active adapters; `ABSENT` for a bare map.
-        opens: Whether its bias, frozen before, trains with the layer.
+        flags: `requires_grad` of every parameter of `there`.
+        active: The active adapters of `there`; `ABSENT` for a linear layer without adapters.
+        opens: True if its bias, frozen before, trains with the new layer.
     """
 
     parent: nn.Module
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def layer(self) -> Any:
-        """What is there now."""
+        """The module that is there now; None if there is none."""
         return children(self.parent).get(self.name)
 
     @property
@@ -66,25 +66,30 @@ class Place:
 
 @dataclass(frozen=True)
 class Before:
-    """The inverse: each adapter's object of target names, and every place once."""
+    """The data that undoing needs.
+
+    Attributes:
+        names: The `target_modules` object of each adapter.
+        places: The places by path.
+    """
 
     names: tuple[Any, ...]
     places: dict[str, Place]
 
 
 def is_layer(module: Any) -> bool:
-    """True for a LoRA layer around a map; what was left half-made, or unloaded since, is none."""
+    """True for a LoRA layer around a linear layer; False if it is incomplete or was unloaded."""
     return isinstance(module, nn.Module) and "lora_A" in children(module)
 
 
 def places_now(tuner: nn.Module, before: Before) -> dict[str, Place]:
-    """Return the places as they are in the model now: somebody may have put a copy of a block there."""
+    """Return the places in the present model, in which blocks may have been replaced with copies."""
     frame = frame_of(tuner)
     return {path: place_now(frame, path, place) for path, place in before.places.items()}
 
 
 def place_now(frame: nn.Module, path: str, place: Place) -> Place:
-    """Return a place as it is in the model now; as it was where its path leads nowhere any more."""
+    """Return a place in the present model; unchanged if its path no longer exists."""
     try:
         parent = frame.get_submodule(path.rpartition(".")[0])
     except AttributeError:

@@ -1,7 +1,7 @@
-"""Tensors handed to a function with the wish that it computes in float32.
+"""Tensors that make torch's norms and linear layers compute in float32.
 
-The wish travels with the argument to the function itself: torch's norms and linear maps then compute in float32 and
-outside autocast, and the weights stay as they are.
+The type of the argument decides, by `__torch_function__`: these functions then compute in float32 and outside
+autocast, and the weights stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hfpatch.compat.functions import AsPlain
 
 
 def for_float32(value: Any) -> Any:
-    """Return a floating-point tensor in a form that carries the wish, and anything else as it is."""
+    """Return a floating-point tensor as a `Float32Compute` or its proxy, and any other value unchanged."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     if type(value) in (torch.Tensor, nn.Parameter, Float32Compute):
@@ -28,12 +28,12 @@ def for_float32(value: Any) -> Any:
 class Float32Compute(torch.Tensor):
     """A tensor for which the functions in `COMPUTED_IN_FLOAT32` compute in float32 and outside autocast.
 
-    For all others it is a plain one.
+    All other functions treat it as a plain tensor.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function. What it returns is plain, unless it is the tensor itself."""
+        """Run a function. Its result is a plain tensor, unless it is the argument itself."""
         kwargs = kwargs or {}
         if func not in COMPUTED_IN_FLOAT32:
             with AsPlain():
@@ -44,7 +44,7 @@ class Float32Compute(torch.Tensor):
 
 
 class Float32ComputeProxy:
-    """Does for a tensor of a class of its own (fake, distributed) what `Float32Compute` does for a plain one."""
+    """Stands for a tensor of another subclass (fake, distributed), as `Float32Compute` does for a plain tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -54,7 +54,7 @@ class Float32ComputeProxy:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function on the tensor itself."""
+        """Run a function on the tensor."""
         args, kwargs = _plain(tuple(args)), {k: _plain(v) for k, v in (kwargs or {}).items()}
         if func not in COMPUTED_IN_FLOAT32:
             return func(*args, **kwargs)
@@ -86,12 +86,12 @@ def _plain(value: Any) -> Any:
 
 
 def _outside_autocast(device: str) -> Any:
-    """A region without autocast; an empty one for meta, which has none (asking torch breaks a graph in torch 2.11)."""
+    """Return a context without autocast; empty for meta, which has none (asking breaks a graph in torch 2.11)."""
     return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def _float32(value: Any) -> Any:
-    """A tensor in float32, a plain one: a dispatch mode (make_fx) refuses classes that it does not know."""
+    """Return a tensor as a plain float32 tensor: a dispatch mode (make_fx) refuses unknown subclasses."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     plain = (

@@ -1,4 +1,4 @@
-"""What changes that set forward hooks have in common: hooks are found, taken off, put back in order."""
+"""The base class of changes that set forward hooks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hfpatch.patching.kinds.states import HERE, State
 
 
 class HookChange(Change):
-    """A change that sets forward hooks. They are found again by identity, also on a copy; only ours go.
+    """A change that sets forward hooks. Only these hooks are removed again; they are found by identity, on a copy too.
 
-    Where nothing else is said, the change itself is the one hook: a picklable value that holds no module. torch's own
-    hooks survive deepcopy, DDP, accelerate's forward wrapping and activation checkpointing, and leave class and
-    `forward` alone.
+    By default the change itself is the only hook: a picklable value that holds no module. torch's hooks survive
+    deepcopy, DDP, accelerate's wrapping of `forward` and activation checkpointing, and need no change to the class or
+    to `forward`.
     """
 
-    unseen = "torch.compile would go on running the code it made without the hooks"
+    unseen = "torch.compile would keep running the code that it has compiled without the hooks"
 
     def hooks(self, module: nn.Module, before: Any) -> Iterable[tuple[nn.Module, tuple[Any, ...]]]:
-        """Return the modules that hooks were set on, each with its hooks."""
+        """Return the modules that hooks are set on, each with its hooks."""
         return ((module, (self,)),)
 
     def read(self, root: nn.Module, module: nn.Module, before: Any) -> State:
@@ -37,10 +37,10 @@ class HookChange(Change):
         for each, hooks in self.hooks(module, before):
             tables.drop(each, [*tables.keys(each, hooks, silent=True), *tables.orphans(each)])
 
-    def lift(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+    def suspend(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
         for each, hooks in self.hooks(module, before):
             tables.silence(each, hooks)
 
-    def lower(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+    def resume(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
         for each, hooks in self.hooks(module, before):
             tables.unsilence(each, hooks)

@@ -1,9 +1,9 @@
-"""Replaces a function inside one module's forward: 1 + tanh(x) becomes a bounded factor. `torch` stays as it is.
+"""Replaces 1 + tanh(x) with a bounded factor inside one module's forward. `torch` itself is not changed.
 
-A pair of forward hooks enters a `TorchFunctionMode` for the module's own call, on this thread. The mode remembers
-what tanh gave, through casts and changes of shape, and when 1 is added to that it gives 1 + delta(x) instead. Every
-other tanh stays. Other modules called inside keep their own 1 + tanh (a GELU): where their code mentions tanh, a
-second pair of hooks hides their additions from the mode.
+A pair of forward hooks enters a `TorchFunctionMode` for the module's own call, on this thread. The mode remembers the
+results of tanh, through casts and changes of shape, and when 1 is added to one it returns 1 + delta(x) instead. Every
+other tanh stays. Modules called inside keep their own 1 + tanh (a GELU): if their code mentions tanh, a second pair
+of hooks hides their additions from the mode.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hfpatch.patching.tanh.one_plus import ADD, Tanh, Watch, one_and
 
 
 class Bounding(Watch):
-    """Gives 1 + delta(x) where 1 is added to tanh(x), in the call of one module.
+    """Returns 1 + delta(x) where 1 is added to tanh(x), during the call of one module.
 
-    `caller` is the frame of that call. Once it is over the mode does nothing, whoever failed to take it off the
-    thread's stack: torch runs no hook after a KeyboardInterrupt, nor one that was removed during the call.
+    `caller` is the frame of that call. Once the call is over the mode does nothing, even if it is still on the
+    thread's stack: torch runs no hook after a KeyboardInterrupt, nor a hook that was removed during the call.
     """
 
     def __init__(self, bounds: Bounded, module: nn.Module, caller: FrameType | None) -> None:
@@ -41,7 +41,7 @@ class Bounding(Watch):
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, as `Watch` does while the call lasts."""
+        """Run a function; after the end of the call, without any change."""
         if _is_over_now(self):
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -53,12 +53,12 @@ class Bounding(Watch):
         return out
 
     def before_change(self, tanh: Tanh) -> None:
-        """Compute the factor while its argument is still there."""
+        """Compute the factor before its argument is overwritten."""
         if all(argument is not tanh.argument for argument, _ in self.made):
             self.made.append((tanh.argument, self._delta(tanh.argument)))
 
     def one_plus(self, tanh: Tanh, run: Any) -> Any:
-        """1 + delta(x), in shape and dtype of the sum it replaces."""
+        """Return 1 + delta(x), in the shape and dtype of the sum that it replaces."""
         if not torch.compiler.is_compiling():
             self._check(tanh)
         for argument, value in self.made:
@@ -75,7 +75,7 @@ class Bounding(Watch):
             if argument is tanh.argument and version(argument) != then and not made:
                 raise RefusedError(
                     f"sigmoid-modulation: the argument of a tanh in {type(self.module).__name__} was overwritten "
-                    "through a view before 1 was added to the result; revert the patch, or clone the argument"
+                    "through a view before 1 was added to the result; clone the argument, or revert the patch"
                 )
         frame: FrameType | None = frame_at(0)
         inside = False
@@ -91,14 +91,14 @@ class Bounding(Watch):
 
 
 class Blind(TorchFunctionMode):
-    """Hides from the modes below it that 1 is added to a tensor they may know, while a call lasts."""
+    """Hides additions of 1 from the modes below it on the stack, during the call of one module."""
 
     def __init__(self, caller: FrameType | None) -> None:
         super().__init__()
         self.caller, self.over = caller, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; a sum with 1 gets an alias of its tensor."""
+        """Run a function; an addition of 1 gets an alias of its tensor, which the modes below do not recognise."""
         kwargs = kwargs or {}
         added = one_and(args, kwargs) if func.__name__ in ADD else None
         if added is not None and not _is_over_now(self):
@@ -116,12 +116,12 @@ NOT_COMPILED = (
 
 @dataclass(frozen=True)
 class Bounded:
-    """What the edit asks for: the factor's bounds.
+    """The bounds of the factor.
 
     Args:
         low: Lower limit, below 1.
         high: Upper limit, above 1.
-        eager: It cannot be compiled: it calls `torch.nn.functional.tanh`.
+        eager: True if the module cannot be compiled, because it calls `torch.nn.functional.tanh`.
     """
 
     low: float
@@ -133,14 +133,18 @@ class Bounded:
 
 
 class Enter:
-    """A forward pre-hook that enters a mode for the call; None for `bounds` hides instead."""
+    """A forward pre-hook that enters a mode for the call: `Bounding`, or `Blind` if `bounds` is None."""
 
     def __init__(self, bounds: Bounded | None) -> None:
         self.bounds = bounds
         self.traced: list[TorchFunctionMode] = []  # of the call torch.compile is tracing: the stack is not to be read
 
     def __call__(self, module: nn.Module, _args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """Enter; modes of calls that are over go first. Without `kwargs` it was taken off during this call."""
+        """Enter the mode. Without `kwargs` the hook was removed during this call.
+
+        Raises:
+            RefusedError: The module is compiled, but calls `torch.nn.functional.tanh`.
+        """
         if kwargs is None:
             return
         compiling = torch.compiler.is_compiling()
@@ -159,13 +163,13 @@ class Enter:
 
 
 class Leave:
-    """The forward hook that ends what an `Enter` began, also when forward raised."""
+    """The forward hook that leaves the mode of an `Enter`, even if forward raised an error."""
 
     def __init__(self, enter: Enter) -> None:
         self.enter = enter
 
     def __call__(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        """Leave, if the mode on top is the one that was entered for this call."""
+        """Leave the mode, if the one on top of the stack is that of this call."""
         if torch.compiler.is_compiling():
             self.enter.traced.pop().__exit__(None, None, None)
             return
@@ -177,7 +181,7 @@ class Leave:
 
 
 def is_over(mode: Bounding | Blind) -> bool:
-    """True if the call a mode was entered for is over: its frame is not on this thread's stack any more."""
+    """True if the call that a mode was entered for is over: its frame is no longer on this thread's stack."""
     if mode.caller is not None:
         frame: FrameType | None = frame_at(1)
         while frame is not None and frame is not mode.caller:
@@ -188,7 +192,7 @@ def is_over(mode: Bounding | Blind) -> bool:
 
 
 def _is_over_now(mode: Bounding | Blind) -> bool:
-    """True if the call a mode was entered for is over; also asked by code that torch.compile traces."""
+    """True if the call that a mode was entered for is over; works while torch.compile traces too."""
     if not torch.compiler.is_compiling():
         return is_over(mode)
     end_those_over()
@@ -200,14 +204,14 @@ class _Entered(threading.local):
 
 
 entered = _Entered()
-"""The modes that this thread entered and that are not known to be over."""
+"""The modes of this thread whose calls are not known to be over."""
 
 
 @torch.compiler.assume_constant_result
 def end_those_over() -> bool:
     """End the modes of this thread whose calls are over, and return True.
 
-    torch.compile runs it once, while it traces code that cannot read Python's stack itself.
+    torch.compile runs it once while tracing, because traced code cannot read Python's stack.
     """
     for mode in entered.modes:
         is_over(mode)
@@ -215,14 +219,14 @@ def end_those_over() -> bool:
 
 
 def end(mode: Bounding | Blind) -> None:
-    """Let a mode do nothing any more, and keep nothing."""
+    """Make a mode do nothing from now on, and drop the tensors that it holds."""
     mode.over, mode.caller = True, None
     if isinstance(mode, Bounding):
         mode.seen, mode.versions, mode.made = [], [], []
 
 
 def clear_over() -> Any:
-    """Take modes of calls that are over off the top of this thread's stack. Returns what is on top then."""
+    """Pop modes of finished calls off this thread's stack. Returns the mode on top afterwards."""
     while isinstance(top := functions.topmost(), (Bounding, Blind)) and is_over(top):
         functions.pop()
     return top

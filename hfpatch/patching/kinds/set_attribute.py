@@ -1,4 +1,4 @@
-"""A change: a module's plain attribute takes another value."""
+"""A change that sets a plain attribute of a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SetAttribute(Change):
-    """A module's plain attribute takes another value: written, read and restored in its `__dict__`."""
+    """Sets a plain attribute of a module, in its `__dict__`."""
 
     name: str
     value: Any
@@ -39,7 +39,7 @@ class SetAttribute(Change):
         return self.now(module)
 
     def write(self, root: nn.Module, module: nn.Module, before: Any) -> None:
-        module.__dict__[self.name] = self.value  # past any setter: a compiled module's would write elsewhere
+        module.__dict__[self.name] = self.value  # not by setattr: a compiled module would set it on another module
 
     def read(self, root: nn.Module, module: nn.Module, before: Any) -> State:
         now = self.now(module)
@@ -57,7 +57,7 @@ class SetAttribute(Change):
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """True if two values are the same; a tensor or an array, whose comparison is no bool, equals itself only."""
+    """True if two values are equal. A tensor or an array, whose comparison is not a bool, equals only itself."""
     if value is other:
         return True
     same = value == other

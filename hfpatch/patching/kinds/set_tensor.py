@@ -1,4 +1,4 @@
-"""A change: the values of a parameter or buffer are replaced in place."""
+"""A change that replaces the values of a parameter or buffer in place."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hfpatch.model.survey import Survey
 from hfpatch.patching.kinds.base import Change
 from hfpatch.patching.kinds.states import ABSENT, HERE, State
 
-COMPUTED = "computed from other tensors (parametrized, or pruned): take that off, then revert"
+COMPUTED = "computed from other tensors (parametrized, or pruned): remove that first, then revert"
 
 
 @dataclass(frozen=True)
 class SetTensor(Change):
-    """A parameter's or buffer's values are replaced; the tensor stays the same object.
+    """Replaces the values of a parameter or buffer; the tensor stays the same object.
 
-    `before` is the old values. Where the tensor is gone, or has another shape since, there is nothing to put them back
-    into, and a revert drops the record.
+    `before` holds the old values. If the tensor is gone or has another shape now, they cannot be restored, and a revert
+    only drops the record.
 
     Attributes:
         name: The tensor's name in its module.
@@ -61,7 +61,7 @@ class SetTensor(Change):
     def read(self, root: nn.Module, module: nn.Module, before: Any) -> State:
         tensor = self._tensor(module)
         if tensor is None:
-            return State("changed", COMPUTED) if self._computed(module) else State("gone", "no tensor any more")
+            return State("changed", COMPUTED) if self._computed(module) else State("gone", "no longer a tensor")
         if tensor.shape != before.shape:
             return State("gone", f"of shape {tuple(tensor.shape)}")
         return HERE
@@ -75,7 +75,7 @@ class SetTensor(Change):
         if _holds(now, self.values(before)):
             return HERE
         if _holds(now, before):
-            return State("gone", f"at what it was before the patch ({self.now(module)})")
+            return State("gone", f"as before the patch ({self.now(module)})")
         return State("trained", f"trained or set since ({self.now(module)})")
 
     def obstacle(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
@@ -90,13 +90,13 @@ class SetTensor(Change):
     def restore(self, root: nn.Module, module: nn.Module, before: Any) -> None:
         self._put(module, before)
 
-    def lift(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+    def suspend(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
         tensor = self._tensor(module)
         if tensor is not None:
             held.append(tensor.detach().clone())
         self.restore(root, module, before)
 
-    def lower(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
+    def resume(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:
         for values in held:
             self._put(module, values)
 
@@ -105,7 +105,7 @@ class SetTensor(Change):
         return found if isinstance(found, torch.Tensor) else None
 
     def _computed(self, module: nn.Module) -> bool:
-        """True if the tensor is no parameter any more, but made of others whenever the module is called."""
+        """True if the tensor is no longer a parameter, but computed from others at each call of the module."""
         return isinstance(getattr(module, self.name, None), torch.Tensor)
 
     def _put(self, module: nn.Module, values: torch.Tensor) -> None:
@@ -115,19 +115,19 @@ class SetTensor(Change):
         if tensor is not None and tensor.shape == values.shape:
             if elsewhere := _elsewhere(tensor):
                 raise RuntimeError(f"it is {elsewhere}")
-            tensor.detach().copy_(values)  # an interruption as torch.no_grad ends would leave gradients off for good
+            tensor.detach().copy_(values)  # no torch.no_grad: an interruption at its end would leave gradients disabled
 
 
 def _holds(now: torch.Tensor, values: torch.Tensor) -> bool:
-    """True if a tensor holds these values, as far as its dtype, or a half precision it was in meanwhile, keeps them."""
+    """True if a tensor holds these values, rounded to its dtype or through a half precision that it had meanwhile."""
     rounded = (values, values.half(), values.bfloat16(), values.bfloat16().half(), values.half().bfloat16())
     return any(torch.equal(now, each.to(now)) for each in rounded)
 
 
 def _elsewhere(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor's values are not all here to be compared or written; None where they are."""
+    """Return why the values of a tensor cannot be compared or written in this process; None if they can."""
     if tensor.is_meta:
-        return "on meta: its values are offloaded, or were never loaded"
+        return "on meta: its values are offloaded or not loaded"
     if type(tensor.data) is not torch.Tensor:
-        return f"a {type(tensor.data).__name__}, whose values are not all here: take the wrapper off that shards it"
+        return f"a {type(tensor.data).__name__}, whose values are sharded: remove the wrapper that shards it first"
     return None

@@ -1,4 +1,4 @@
-"""What can be in the place of an edit: a value before it, and what has become of it since."""
+"""The states of an edit, and its values as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Word = Literal["here", "gone", "changed", "trained", "unfinished"]
 
 
 class Missing(Enum):
-    """Stands for "there was nothing"; an enum member stays itself through copies and pickles."""
+    """The type of `ABSENT`, which means that there was no value; an enum member survives copies and pickles."""
 
     ABSENT = "absent"
 
@@ -29,13 +29,13 @@ def show(value: object) -> str:
 
 @dataclass(frozen=True)
 class State:
-    """What has become of an edit.
+    """The present state of an edit.
 
     Attributes:
-        word: `here`: as it was made. `gone`: what it made is not there any more. `changed`: somebody set something
-            else. `trained`: a tensor has other values than it was given. `unfinished`: an interruption left it half
-            made or half undone; the next revert cleans it.
-        now: The value that is there instead, to complete "eps of ln_speech is ...".
+        word: `here`: in place. `gone`: no longer in place. `changed`: another value was set since. `trained`: a tensor
+            has other values than the patch gave it. `unfinished`: half made or half undone, because of an
+            interruption; the next revert undoes it.
+        now: The present value, to complete the sentence "eps of ln_speech is ..."; empty for `here`.
     """
 
     word: Word
@@ -43,7 +43,7 @@ class State:
 
     @property
     def in_force(self) -> bool:
-        """True if the patch does what it was applied for."""
+        """True if the edit has its effect: it is in place, trained or not."""
         return self.word in ("here", "trained")
 
 

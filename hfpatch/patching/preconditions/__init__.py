@@ -1,1 +1,1 @@
-"""Reasons not to write: code that torch.compile has made already, a model that changed since a plan was made."""
+"""Reasons not to patch: torch.compile has compiled code of the model, or the model has changed since the plan."""

@@ -1,4 +1,4 @@
-"""Code that torch.compile has made: hooks set after that are not run, and hooks taken off still are."""
+"""Code that torch.compile has compiled: it ignores hooks that are added later, and still runs removed ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hfpatch.model.survey import Survey
 
 
 def compiled_already(survey: Survey) -> str | None:
-    """Return why hooks cannot be added or removed now: torch.compile keeps running its code. None if they can.
+    """Return why hooks cannot be added or removed now, since torch.compile would not notice; None if they can.
 
-    Looks for code that dynamo holds for the forward functions of this model's classes; another compiled
-    model of the same classes reads the same.
+    Looks for code that dynamo holds for the forward functions of this model's classes, so another compiled
+    model of the same classes gives the same answer.
     """
     if not survey.compiled:
         return None
@@ -26,20 +26,20 @@ def compiled_already(survey: Survey) -> str | None:
 
 
 def compiled_elsewhere(survey: Survey) -> str | None:
-    """Return a warning where torch.compile holds code for a class of this model, which itself is not compiled."""
+    """Return a warning if dynamo holds code for a class of this model, which itself is not compiled; else None."""
     if survey.compiled or not dynamo.is_loaded():
         return None
     cls = _code_made({type(m) for m in survey.modules.values()}, certain=True)
     if cls is None:
         return None
     return (
-        f"warning: this process has compiled code for {cls.__name__}.forward; if it was made of this model "
-        "(torch.compile(model) keeps a wrapper that is not part of it), call torch._dynamo.reset() first"
+        f"warning: this process has compiled code for {cls.__name__}.forward; if it is this model's "
+        "(the wrapper that torch.compile(model) returns is not part of it), call torch._dynamo.reset() first"
     )
 
 
 def _code_made(classes: set[type], *, certain: bool = False) -> type | None:
-    """Return a class for whose forward dynamo holds code; where it cannot be asked, the first, or None if `certain`."""
+    """Return a class for whose forward dynamo holds code; if that is unknown, the first class, or None if `certain`."""
     for cls in classes:
         function: Any = getattr(cls, "forward", None)
         while function is not None:

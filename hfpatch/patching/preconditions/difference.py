@@ -1,4 +1,4 @@
-"""Two plans for one model: the first thing that would be done otherwise."""
+"""Compares two plans for one model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Key = tuple[str, str | None]
 
 
 def difference(was: Decisions, now: Decisions) -> str | None:
-    """Return the first thing that another plan would do otherwise, in words; None if both do the same.
+    """Return a sentence about the first difference between the edits of two plans; None if they are the same.
 
-    What is not carried out is not compared: reasons, and opt-in or refused patches.
+    Reasons are not compared, nor are opt-in and refused patches.
     """
     before, after = _done(was), _done(now)
     for key in {**before, **after}:
         if key not in after:
-            why = next((f"{d.decided}: {d.reason}" for d in now.decisions if d.patch == key[0]), "not decided")
-            return f"{_place(before[key][0])} was to be changed by {key[0]}, which is now {why}"
+            why = next((f"{d.decided}: {d.reason}" for d in now.decisions if d.patch == key[0]), "not in the plan")
+            return f"{key[0]} was to change {_place(before[key][0])}, and is now {why}"
         if key not in before:
-            return f"{key[0]} would now change {_place(after[key][0])} as well"
+            return f"{key[0]} would now change {_place(after[key][0])} too"
         for one, other in zip_longest(before[key], after[key]):
-            if (told := _otherwise(one, other)) is not None:
-                return f"{key[0]}: {told}"
+            if (changed := _changed(one, other)) is not None:
+                return f"{key[0]}: {changed}"
     return None
 
 
@@ -37,9 +37,9 @@ def _done(plan: Decisions) -> dict[Key, list[Edit]]:
     return found
 
 
-def _otherwise(one: Edit | None, other: Edit | None) -> str | None:
+def _changed(one: Edit | None, other: Edit | None) -> str | None:
     if one is None or other is None:
-        return f"{_place(one or other)} is to be changed {'now and was not then' if one is None else 'no more'}"
+        return f"{_place(one or other)} would {'now be changed too' if one is None else 'no longer be changed'}"
     if one.path == other.path and one.module is not other.module:
         return f"{one.path or 'the model itself'} is another module now"
     if one != other:

@@ -1,1 +1,1 @@
-"""Runs, in the plan, of copies of a module: what it does with a float32 stream, what it feeds."""
+"""Trial runs of copies of modules, made while a plan is made; the model itself does not run."""

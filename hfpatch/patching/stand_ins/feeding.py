@@ -1,8 +1,8 @@
-"""Which added norms are on the way into a language model: measured by a run, else told from structure, else not told.
+"""Finds the added norms that feed a language model: by a run, else by structure, else they count as unknown.
 
-The module that holds norm and language model is run as a stand-in on made-up inputs until the language model is
-called. What arrives there is followed back through autograd's graph: a norm feeds the language model if only linear
-maps and elementwise functions come after it.
+A stand-in of the module that holds norm and language model runs on made-up inputs until the language model is called.
+The inputs of that call are followed back through autograd's graph: a norm feeds the language model if only linear
+layers and elementwise functions come after it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PASSING = re.compile(
     r"Gelu|Relu|Silu|Tanh|Sigmoid|LeakyRelu|Elu|Softplus|Hardtanh|Hardswish|Mish|NativeDropout|MaskedFill|Where|Clamp|"
     r"ConstantPadNd|Convolution|AvgPool\w*|Mean|Sum|CopySlices|CopyBackwards)(Backward\d*)?"
 )
-"""Autograd's names of linear maps, elementwise functions and changes of shape."""
+"""Autograd's names of linear layers, elementwise functions and changes of shape."""
 
 
 class _Reached(Exception):  # noqa: N818 - no fault: the language model was called
@@ -50,18 +50,18 @@ class _Reached(Exception):  # noqa: N818 - no fault: the language model was call
 
 @dataclass
 class _Seen:
-    """What runs showed, by path without PEFT's copies."""
+    """The results of runs, by path without PEFT's copies."""
 
     feeds: set[str] = field(default_factory=set[str])
-    """Norms after which only linear maps and elementwise functions come."""
+    """Norms that feed the language model."""
     before: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    """Norms that feed another one in this way."""
+    """Norms that feed another norm in the same way, by the path of the other."""
     other: set[str] = field(default_factory=set[str])
-    """Norms that were called before the language model was, and do not feed it so."""
+    """Norms that were called before the language model and do not feed it."""
 
 
 def left_alone(survey: Survey, backbone: Submodel) -> Mapping[str, str]:
-    """Added norms that do not feed a language model, or of which that cannot be told, each with the reason."""
+    """Return the added norms that do not feed a language model, or may not, by path with the reason."""
 
     def judge() -> dict[str, str]:
         norms = [path for path, module in survey.added.items() if is_norm(module)]
@@ -82,14 +82,14 @@ def _why_not(survey: Survey, backbone: Submodel, path: str) -> str:
         owner = encoder or _apart(survey, backbone, name)
         return f"may be {owner}'s own" if owner and not untrained(survey.modules[path]) else ""
     if name in seen.other:
-        return "more than linear maps comes between it and the language model"
+        return "not only linear layers and elementwise functions come between it and the language model"
     if not encoder and _plain(survey, backbone, home, path):
         return ""
-    return f"may be {encoder}'s own" if encoder else "what it feeds cannot be told"
+    return f"may be {encoder}'s own" if encoder else "it is unknown what it feeds"
 
 
 def _home(survey: Survey, backbone: Submodel, path: str) -> str:
-    """Path of the innermost module that holds a norm and the language model."""
+    """Return the path of the innermost module that holds a norm and the language model."""
     path = path.rpartition(".")[0]
     while path and not inside(backbone.path, path):
         path = path.rpartition(".")[0]
@@ -97,7 +97,7 @@ def _home(survey: Survey, backbone: Submodel, path: str) -> str:
 
 
 def _between(survey: Survey, home: str, path: str) -> Iterator[str]:
-    """Paths of the modules below `home` that a norm lies in and that are not a transformers model's own."""
+    """Yield the paths of the modules around a norm and below `home` that are not a transformers model's own."""
     stock = survey.holder(path) is not None
     path = path.rpartition(".")[0]
     while path and path != home:
@@ -107,13 +107,13 @@ def _between(survey: Survey, home: str, path: str) -> Iterator[str]:
 
 
 def _is_layer(survey: Survey, path: str) -> bool:
-    """True for an item of a list that a transformers model made: a layer of its own, with what a user put around it."""
+    """True for an item of a transformers model's list of layers: a layer, or a user's wrapper around one."""
     outer = path.rpartition(".")[0]
     return outer not in survey.added and isinstance(survey.modules[outer], nn.ModuleList)
 
 
 def _layer_of_encoder(survey: Survey, home: str, path: str) -> str:
-    """The encoder that a norm lies in for sure: one of torch's, or a list of blocks that are alike."""
+    """Return the path of the encoder that certainly contains a norm: one of torch's, or a list of similar blocks."""
     found = ""
     for outer in _between(survey, home, path):
         module = survey.modules[outer]
@@ -134,7 +134,7 @@ def _is_block(item: nn.Module) -> bool:
 
 
 def _holds_encoder(survey: Survey, home: str, path: str) -> str:
-    """A module around a norm that also holds what mixes tokens; empty if there is none."""
+    """Return the path of a module around a norm that also holds attention or an encoder; empty if there is none."""
     for outer in _between(survey, home, path):
         for _, module in survey.below(outer):
             attends = isinstance(module, MIXERS) or re.search(r"att(entio)?n", type(module).__name__, re.IGNORECASE)
@@ -144,7 +144,7 @@ def _holds_encoder(survey: Survey, home: str, path: str) -> str:
 
 
 def _plain(survey: Survey, backbone: Submodel, home: str, path: str) -> bool:
-    """True if a norm that was not run feeds the language model by structure: in a projector, or alone before one."""
+    """True if a norm that was not run feeds the language model by structure: in a projector, or alone before it."""
     if all(isinstance(survey.modules[p], CONTAINERS) for p in (home, *_between(survey, home, path))):
         return True
     name, parent = without_copy(path), without_copy(path).rpartition(".")[0]
@@ -165,7 +165,7 @@ def _features(norm: nn.Module) -> int:
 
 
 def _closed(survey: Survey, seen: _Seen) -> set[str]:
-    """Norms that feed the language model, and those that feed one of them that lies beside them or further in."""
+    """Return the norms that feed the language model, also through a norm beside them or further inside."""
     feeds = set(seen.feeds)
     while more := {a for b in feeds for a in seen.before.get(b, ()) if inside(b, _owner(survey, a))} - feeds:
         feeds |= more
@@ -173,14 +173,14 @@ def _closed(survey: Survey, seen: _Seen) -> set[str]:
 
 
 def _apart(survey: Survey, backbone: Submodel, name: str) -> str:
-    """The module that owns a norm and not the projector after it: an encoder's last norm looks so; else empty."""
+    """Return the path of a norm's owner if no projector is inside it, as for an encoder's last norm; else empty."""
     projectors = survey.once(("found", backbone.path), lambda: found(survey, backbone))
     owner = _owner(survey, name)
     return owner if projectors and not any(inside(p.path, owner) for p in projectors) else ""
 
 
 def _owner(survey: Survey, name: str) -> str:
-    """Path of the module whose forward calls a norm: the nearest that is no plain container."""
+    """Return the path of the module whose forward calls a norm: the nearest that is not a plain container."""
     outer = name.rpartition(".")[0]
     while outer and isinstance(survey.modules.get(outer), (nn.Sequential, *CONTAINERS)):
         outer = outer.rpartition(".")[0]
@@ -192,7 +192,7 @@ def _seen(survey: Survey, backbone: Submodel, home: str) -> _Seen:
 
 
 def _run(survey: Survey, backbone: Submodel, home: str) -> _Seen:
-    """Run a stand-in of a module on made-up inputs of several shapes; note what reaches the language model."""
+    """Run a stand-in of a module on made-up inputs of several shapes, and find the norms that feed the model."""
     seen = _Seen()
     holder, stacks = survey.modules[home], survey.stacks.get(backbone.path, ())
     if not stacks or isinstance(holder, (nn.Sequential, *CONTAINERS)):
@@ -220,10 +220,10 @@ def _run(survey: Survey, backbone: Submodel, home: str) -> _Seen:
         seen.other.update(path for _, path in marks.values())
         raise _Reached
 
-    # PEFT calls a model's forward past its hooks; before the inner model's, transformers sets no hooks of its own
+    # PEFT calls a model's forward without its hooks, so the inner model and its first layer are watched too
     ways = (backbone.model, backbone.model.base_model, unwrap(stacks[-1].layers[0][1], ON_LAYERS))
     handles = [hooks.before(module, reached, first=True, with_kwargs=True) for module in ways]
-    # Exception, twice: it is somebody else's forward on inputs it was not made for, and may raise anything
+    # Exception, twice: a user's forward on inputs it was not written for may raise anything
     try:
         copied = made.of(holder)
         for old, new in [
@@ -253,7 +253,7 @@ def _run(survey: Survey, backbone: Submodel, home: str) -> _Seen:
 
 
 def _sources(value: Any, marks: Mapping[int, tuple[torch.Tensor, str]]) -> set[str]:
-    """The marked norms that a tensor comes from through linear maps and elementwise functions alone."""
+    """Return the marked norms that feed a tensor through linear layers and elementwise functions only."""
     out: set[str] = set()
     start = getattr(value, "grad_fn", None)
     stack, known = [start] if start is not None else [], set[Any]()
@@ -271,7 +271,7 @@ def _sources(value: Any, marks: Mapping[int, tuple[torch.Tensor, str]]) -> set[s
 
 
 def _inputs(survey: Survey, holder: nn.Module) -> Iterator[dict[str, Any]]:
-    """Made-up arguments for a forward: ids, masks, and features of the widths that added modules read."""
+    """Yield made-up arguments for a forward: ids, masks, and features of the widths that added modules read."""
     try:
         parameters = inspect.signature(holder.forward).parameters.values()
     except (TypeError, ValueError):
@@ -306,6 +306,6 @@ def _widths(survey: Survey) -> Iterator[int]:
 
 
 def said(survey: Survey, reasons: Mapping[str, str]) -> str:
-    """Norms that were left alone, alike ones once, each with the reason; empty where there are none."""
+    """Return the norms that were left alone, with reasons, as text; similar ones once. Empty if there are none."""
     groups = dict.fromkeys((starred(survey.stock_path(without_copy(path))), why) for path, why in reasons.items())
     return "; ".join(f"{path} ({why})" for path, why in list(groups)[:4]) + (" ..." if len(groups) > 4 else "")

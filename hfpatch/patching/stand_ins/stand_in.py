@@ -1,4 +1,4 @@
-"""Stand-ins for modules: run in their place, so that whatever a forward writes, the model stays as it is."""
+"""Stand-ins: copies of modules that run in their place, so a forward that writes to its module changes no model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hfpatch.patching.record import RECORDS
 
 TABLES = (PARAMETERS, BUFFERS)
 OWN = (*TABLES, CHILDREN, "forward", accelerate.FORWARD, accelerate.HOOK, COMPILED_CALL, RECORDS)
-"""Keys of a module's `__dict__` that are put together anew or left out."""
+"""Keys of a module's `__dict__` that are rebuilt or left out, not copied."""
 
 DEPTH = 4
-"""How deep plain containers are copied."""
+"""Number of levels of nested containers that are copied."""
 
 
 class Through(nn.Module):
-    """Stands for a part that is transformers' own: gives back its first tensor.
+    """Stands for one of transformers' own parts, and returns its first tensor argument.
 
-    A whole model gives back an output of the usual kind, with random states as wide as its own.
+    In the place of a whole model it returns a ModelOutput, with random hidden states of the model's width.
     """
 
     def __init__(self, of: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Through(nn.Module):
             self.head = getattr(text, "vocab_size", None) if hasattr(of, "lm_head") else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first tensor among the arguments, or a model's output for it."""
+        """Return the first tensor among the arguments, or a ModelOutput."""
         first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         if self.hidden is None or first is None:
             return first
@@ -56,12 +56,13 @@ class Through(nn.Module):
 
 
 class StandIns:
-    """Makes stand-ins, one for each module.
+    """Makes stand-ins, one per module.
 
-    They have copies of parameters, buffers, tensors and plain containers, no hooks, and are in evaluation mode, parts
-    alike. Parts that are transformers' own are not run: a `Through` is in their place.
+    A stand-in has copies of parameters, buffers, other tensors and plain containers. It has no hooks, except those of
+    `torch.nn.utils`, and is in evaluation mode, as are its parts. A `Through` stands for each of transformers' own
+    parts, which do not run.
 
-    Memory: the parameters of what is not transformers' own once more, while it lives.
+    Memory: a second copy of the parameters that are not in transformers' own parts, for the lifetime of this object.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,12 @@ class StandIns:
         self.tensors: dict[int, torch.Tensor] = {}
 
     def of(self, module: nn.Module, *, inner: bool = False) -> nn.Module:
-        """The stand-in for a module; `inner` for a part of one, which may be transformers' own."""
+        """Return the stand-in of a module.
+
+        Args:
+            module: The module.
+            inner: True for a part, for which a `Through` stands if it is transformers' own.
+        """
         if id(module) in self.modules:
             return self.modules[id(module)]
         if inner and is_stock(type(module)):
@@ -116,5 +122,5 @@ class StandIns:
                 made = nn.Parameter(value.detach().clone(), value.requires_grad)
             elif type(value) is torch.Tensor:
                 made = value.detach().clone()
-            self.tensors[id(value)] = made  # quantised and lazy parameters have a class of their own: shared
+            self.tensors[id(value)] = made  # other classes (quantised and lazy parameters) are shared
         return self.tensors[id(value)]

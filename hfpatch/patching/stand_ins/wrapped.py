@@ -1,7 +1,7 @@
-"""A user's module around a decoder layer, tried with a float32 stream: does it hand it on, and compute as before?
+"""Tests whether a user's wrapper around a decoder layer passes on a float32 stream and computes the same with it.
 
-A stand-in of the wrapper is run alone on noise that reaches beyond float16's range, the layer in it passing on what it
-is given: once in float32, once with its weights as they are and the casts that the patch would set.
+A stand-in of the wrapper, with a layer that returns its input, runs alone on noise beyond float16's range: once in
+float32, and once with its own weights and the casts that the patch would set.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.stand_ins.stand_in import StandIns, Through
 
 PEAK = 1e5
-"""Largest value of the stream that a wrapper is tried with: beyond float16, as in the streams the patch is for."""
+"""Largest absolute value of the test stream: beyond float16, as in the models that need the patch."""
 
 TOLERANCE = 6e-3
-"""Relative L2 distance from float32 that float16 maps may have."""
+"""Largest allowed relative L2 distance from float32."""
 
 
 def computes_in_float32(module: nn.Module) -> bool:
-    """True if a part that a wrapper adds can read a float32 stream with half weights: torch's maps and norms."""
+    """True if a part of a wrapper can read a float32 stream with half-precision weights: torch's linear and norms."""
     return isinstance(module, nn.Linear) or (is_norm(module) and is_torch_norm(module))
 
 
 def wants_cast(module: nn.Module) -> bool:
-    """True if a part that a wrapper adds must be given the dtype of its weights."""
+    """True if the input of a part of a wrapper must be cast to the dtype of its weights."""
     return not computes_in_float32(module) and not is_norm(module)
 
 
 def obstacle(stacks: Sequence[Stack], compute_dtype: torch.dtype | None) -> str:
-    """Why what is around the decoder layers does not go with a float32 stream: a wrapper, or FSDP; empty if nothing."""
+    """Return why a wrapper around the decoder layers, or FSDP, does not work with a float32 stream; empty if all do."""
     on_stream = (place for stack in stacks for place in (*stack.items, *stack.layers))
     if sharded := next((f"{path}: {why}" for path, module in on_stream if (why := narrows_stream(module))), ""):
         return sharded
@@ -59,30 +59,31 @@ def obstacle(stacks: Sequence[Stack], compute_dtype: torch.dtype | None) -> str:
 def _fails(place: Place, layer: Place, stack: Stack, compute_dtype: torch.dtype | None) -> str:
     wrapper, inner = place[1], layer[1]
     if any(p.is_meta for p in _own(wrapper, inner)):
-        return "its weights are not loaded, or offloaded, so what it does with a float32 stream cannot be measured"
+        return "its weights are not loaded, or offloaded, so it cannot be tested with a float32 stream"
     if any(hasattr(p, "device_mesh") for p in _own(wrapper, inner)):
-        return "its weights are sharded, so what it does with a float32 stream cannot be measured: patch it before that"
+        return "its weights are sharded, so it cannot be tested with a float32 stream: patch the model before sharding"
     width = next(p.shape[-1] for _, norm in stack.layer_norms for p in norm.parameters())
     stream = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
     stream = stream * (PEAK / stream.abs().max())
     failures: list[str] = []
-    for tail in (None, (), (None,)):  # layers put out a tensor, or a tuple that begins with it, by architecture
+    for tail in (None, (), (None,)):  # a layer returns a tensor or a tuple that begins with it, by architecture
         exact, failure = _run(wrapper, inner, stream, tail, float32=True, dtype=None)
         if exact is None or exact.shape != stream.shape:
-            failures.append(failure or f"it puts out {tuple(exact.shape) if exact is not None else ''}, no stream")
+            shape = tuple(exact.shape) if exact is not None else ""
+            failures.append(failure or f"it returns a tensor {shape}, not the stream {tuple(stream.shape)}")
             continue
         if exact.dtype != torch.float32:
-            return f"it hands the stream on in {dtype_name(exact.dtype)}, which ends at 65,504"
+            return f"it passes the stream on in {dtype_name(exact.dtype)}, not in float32"
         mine, failure = _run(wrapper, inner, stream, tail, float32=False, dtype=compute_dtype)
         if mine is None:
             return f"with a float32 stream and weights in half precision its forward raises {failure}"
         if mine.dtype != torch.float32:
-            return f"it hands the stream on in {dtype_name(mine.dtype)}, which ends at 65,504"
+            return f"it passes the stream on in {dtype_name(mine.dtype)}, not in float32"
         if not mine.isfinite().all():
-            return "what it adds reads the stream in float16, where a value above 65,504 is inf"
+            return "a part of it reads the stream in float16, where a value above 65,504 is inf"
         error = float((mine - exact).norm() / exact.norm())
-        return "" if error < TOLERANCE else f"a float32 stream changes what it adds (relative error {error:.1e})"
-    return f"it cannot be run alone, so what it does with a float32 stream was not measured ({failures[0]})"
+        return "" if error < TOLERANCE else f"a float32 stream changes its output (relative error {error:.1e})"
+    return f"it cannot be run alone, so it was not tested with a float32 stream ({failures[0]})"
 
 
 def _own(wrapper: nn.Module, inner: nn.Module) -> Iterator[torch.Tensor]:
@@ -99,13 +100,13 @@ def _run(
     float32: bool,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, str]:
-    """What a stand-in hands on, on the CPU; or None, and why."""
+    """Run a stand-in on the CPU; return (its output, "") or (None, the reason)."""
 
     def as_layers_do(_module: nn.Module, _args: object, out: torch.Tensor) -> object:
         return out if tail is None else (out, *tail)
 
     made = StandIns()
-    # Exception: it is somebody else's forward, and may raise anything
+    # Exception: a user's forward may raise anything
     with (
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
@@ -132,18 +133,18 @@ def _run(
         except Exception as error:  # noqa: BLE001
             return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     first = out[0] if isinstance(out, (tuple, list)) and out else out
-    return (first, "") if isinstance(first, torch.Tensor) else (None, f"it puts out a {type(first).__name__}")
+    return (first, "") if isinstance(first, torch.Tensor) else (None, f"it returns a {type(first).__name__}")
 
 
 def _as_the_layer(through: nn.Module, inner: nn.Module) -> None:
-    """Give what stands for a layer the plain attributes of the layer, which a wrapper may read."""
+    """Copy the plain attributes of a layer, which a wrapper may read, to the module that stands for it."""
     for name, value in vars(inner).items():
         if not name.startswith("_") and name != "forward":
             through.__dict__.setdefault(name, value)
 
 
 def _required(wrapper: nn.Module) -> dict[str, None]:
-    """Arguments of a wrapper that must be given, but for the stream: it passes them on to the layer."""
+    """Return None for each required argument of a wrapper after the stream: it passes them on to the layer."""
     parameters = list(inspect.signature(wrapper.forward).parameters.values())
     named = (p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return {p.name: None for p in named if p.default is p.empty}

@@ -1,1 +1,1 @@
-"""Where a module computes 1 + tanh: in its code, and in a probe run."""
+"""Finds modules that compute 1 + tanh, by their code and by a probe run."""

@@ -1,4 +1,4 @@
-"""Where a module's code mentions tanh: read from the functions it is made of, nothing is run."""
+"""Finds tanh and 1 in the bytecode of a module's functions, without running them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 
 FUNCTIONAL_TANH: Any = torch.nn.functional.tanh
 DEPTH = 4
-"""How far helper functions are followed."""
+"""Number of levels of helper functions that are followed."""
 
 
 class Mention(NamedTuple):
-    """What functions mention: tanh, the number 1, `torch.nn.functional.tanh`."""
+    """The mentions in functions: of tanh, of the number 1, of `torch.nn.functional.tanh`."""
 
     tanh: bool = False
     one: bool = False
@@ -29,12 +29,12 @@ class Mention(NamedTuple):
 
 
 def is_torch(module: nn.Module) -> bool:
-    """Whether a module's class is torch's own."""
+    """True if a module's class is torch's own."""
     return type(module).__module__.startswith("torch.")
 
 
 def may_add_one(module: nn.Module) -> bool:
-    """Whether a module's own code, or what it gets from a direct child, may be 1 + tanh. torch's own classes never."""
+    """True if a module's own code, also with a direct child's tanh, may compute 1 + tanh. False for torch's classes."""
     if is_torch(module):
         return False
     own = mention(module)
@@ -44,12 +44,12 @@ def may_add_one(module: nn.Module) -> bool:
 
 
 def calls_functional_tanh(module: nn.Module) -> bool:
-    """Whether the code of a module, or of one in it, calls `torch.nn.functional.tanh`."""
+    """True if the code of a module, or of a module inside it, calls `torch.nn.functional.tanh`."""
     return any(mention(m).functional for m in module.modules() if not is_torch(m))
 
 
 def mention(module: nn.Module) -> Mention:
-    """What the methods of a module's class mention, with the functions it holds or calls by name."""
+    """Return the mentions in the methods of a module's class, and in functions that it holds or calls by name."""
     found = _of_class(type(module))
     for value in module.__dict__.values():
         if isinstance(value, types.MethodType):

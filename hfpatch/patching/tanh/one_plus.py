@@ -1,4 +1,4 @@
-"""Hears of each 1 that is added to what tanh gave, through casts and changes of shape."""
+"""A mode that notices each addition of 1 to a result of tanh, through casts and changes of shape."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SHAPING = frozenset(
         "chunk", "split", "tensor_split", "unbind", "select", "narrow", "__getitem__",
     }
 )  # fmt: skip
-"""Functions that keep values: what they give of a tanh is remembered too."""
+"""Functions that keep values: their results for a tanh are followed too."""
 
 
 OVERWRITES = frozenset(n for n in dir(torch.Tensor) if n.endswith("_") and not n.endswith("__")) | {
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
 }  # fmt: skip
-"""Functions that write to their first argument. A set, because torch.compile cannot trace `str.endswith` there."""
+"""Functions that write to their first argument. A set, because torch.compile cannot trace `str.endswith`."""
 
 
 class Step(NamedTuple):
-    """One function of SHAPING as it was called; `item` picks from several results."""
+    """One call of a function in `SHAPING`; `item` is the index if it returned several results."""
 
     function: Any
     args: tuple[Any, ...]
@@ -36,13 +36,13 @@ class Step(NamedTuple):
 
 
 class Tanh:
-    """What a call of tanh gave: the result, or something made of it by `steps`, and the argument."""
+    """A call of tanh: its argument, and its result after `steps` of casts and changes of shape."""
 
     def __init__(self, result: torch.Tensor, argument: torch.Tensor, steps: tuple[Step, ...] = ()) -> None:
         self.result, self.argument, self.steps = result, argument, steps
 
     def through(self, value: torch.Tensor) -> torch.Tensor:
-        """A value in the shape and dtype of the argument, taken the way of the result."""
+        """Apply the steps to a value with the shape and dtype of the argument."""
         for function, args, kwargs, item in self.steps:
             value = function(value, *args, **kwargs)
             if item is not None:
@@ -51,21 +51,21 @@ class Tanh:
 
 
 class Watch(TorchFunctionMode):
-    """Remembers tanh results of the calls made while it is entered, and hears of each 1 that is added to one."""
+    """A `TorchFunctionMode` that remembers results of tanh and calls `one_plus` when 1 is added to one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tanh] = []
 
     def one_plus(self, tanh: Tanh, run: Any) -> Any:
-        """Called in place of adding 1 to a tanh; `run()` does what was asked."""
+        """Return the result of adding 1 to a tanh; `run()` computes the plain sum."""
         raise NotImplementedError
 
     def before_change(self, tanh: Tanh) -> None:
-        """Called before the argument of a tanh is overwritten."""
+        """Run before the argument of a tanh is overwritten."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, remembering what matters."""
+        """Run a function, and follow results of tanh through it."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in TANH:
@@ -120,7 +120,7 @@ class Watch(TorchFunctionMode):
 
 
 def one_and(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor to which a sum adds the number 1; None for any other sum."""
+    """Return the tensor to which a sum adds the number 1; None for any other sum."""
     terms = (*args, *(kwargs[k] for k in ("input", "other") if k in kwargs))
     if len(terms) != 2 or kwargs.get("alpha", 1) != 1:
         return None

@@ -1,8 +1,8 @@
-"""Finds modules that multiply by 1 + tanh: runs a stand-in for each whose code may, alone, on made-up inputs.
+"""Finds modules that multiply by 1 + tanh: a stand-in for each candidate runs alone, on made-up inputs.
 
-The model, its parameters and buffers, its hooks and the random state stay as they are. One run tells whether there is
-a 1 + tanh. More runs (in training mode, of other lengths, with and without each optional argument) tell whether it is
-the only one, and whether its tanh always gets a 0 that comes out of parameters that are all zero.
+The model, its parameters, buffers and hooks, and the random state stay as they are. One run shows whether there is a
+1 + tanh. More runs (in training mode, with other lengths, with and without each optional argument) show whether it is
+the only one, and whether the argument of tanh is always 0 because of parameters that are all zero.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from hfpatch.model.survey import Survey
 from hfpatch.model.walk import is_stock
 from hfpatch.patching.stand_ins.stand_in import StandIns
 from hfpatch.patching.tanh.in_code import calls_functional_tanh, may_add_one, mention
-from hfpatch.patching.tanh.listening import Listening, Seen, Zeros
+from hfpatch.patching.tanh.recording import OnePlusTanh, OnePlusTanhRecorder, ZeroParameters
 
 ATTEMPTS = 96
 LENGTHS = (1, 5, 17)
 MOST_OPTIONAL = 8
-"""Of a module with more optional arguments nothing is proved."""
+"""Modules with more optional arguments are never reported as untrained."""
 
 Shapes = dict[str, Any]
-"""Shape by argument; "*0" is one by position, and a bool is given as it is."""
+"""Shape by argument; "*0" is a positional argument, and a bool is the value itself."""
 
 TOOLS = ("peft.", "accelerate.", "torch.")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a probe says of one module.
+    """The result of a probe of one module.
 
     Attributes:
-        path: Of the module.
+        path: Path of the module.
         module: The module.
-        count: How often it multiplies by 1 + tanh in one run; 0 where it was not seen to, or could not be run.
-        sums: How often it adds 1 to a tanh in one run, whatever it does with the sum.
-        untrained: Every such tanh gets zeros made by parameters that are all zero, in every run.
-        given: It gives 1 + tanh out, and nobody was seen to multiply by it.
-        failure: Why it could not be run; empty where it could.
-        spoiled: Why a 1 + tanh in it is no modulation; empty where all are.
-        obstacle: Why none can be replaced; empty where they can.
+        count: Number of products with 1 + tanh in one run; 0 if there was none, or if it could not be run.
+        sums: Number of additions of 1 to a tanh in one run, whether multiplied or not.
+        untrained: True if the argument of every such tanh was 0 in every run because of parameters that are all zero.
+        given: True if the module returns 1 + tanh and no product with it was seen.
+        failure: Why it could not be run; empty if it could.
+        spoiled: Why a 1 + tanh in it is not a modulation; empty if all are.
+        obstacle: Why its 1 + tanh cannot be replaced; empty if it can.
     """
 
     path: str
@@ -63,32 +63,39 @@ class Found:
 
     @property
     def functional(self) -> bool:
-        """Whether it calls `torch.nn.functional.tanh`."""
+        """True if the module calls `torch.nn.functional.tanh`."""
         return calls_functional_tanh(self.module)
 
 
 @dataclass
 class Runs:
-    """The runs of one stand-in: what each heard, and whether all that can differ between calls was tried."""
+    """The runs of one stand-in.
 
-    heard: list[list[Seen]] = field(default_factory=list[list[Seen]])
+    Attributes:
+        found: The 1 + tanh of each run.
+        complete: True if everything that can differ between calls was tried.
+        failure: Why it could not be run; empty if it could.
+        shapes: Shapes of inputs with which it ran.
+    """
+
+    found: list[list[OnePlusTanh]] = field(default_factory=list[list[OnePlusTanh]])
     complete: bool = False
     failure: str = ""
     shapes: Shapes | None = None
 
 
 def modulations(survey: Survey, named: tuple[str, ...] = ()) -> Mapping[str, Found]:
-    """What a probe finds, by path: of the user's modules whose code may add 1 to a tanh, and of those named."""
+    """Return probe results by path: of the user's modules whose code may add 1 to a tanh, and of those named."""
 
     def find() -> dict[str, Found]:
         own = {p: m for p, m in survey.modules.items() if p in survey.added or _users(m)}
-        # what PEFT keeps of a module it saves a copy of runs with adapters disabled only: that is to be stock
+        # PEFT's `original_module` runs only with adapters disabled, and must stay stock then
         places = {p: m for p, m in own.items() if "original_module" not in p.split(".") and may_add_one(m)}
         places.update({path: survey.modules[path] for path in named})
         return {
             found.path: found
             for found in probe(places.items())
-            # what holds the model has many reasons not to run, and a 1 somewhere: its own code has to have a tanh
+            # a module around the model may fail to run for many reasons: report it only if its own code has a tanh
             if not found.failure or found.path in named or found.path in survey.added or mention(found.module).tanh
         }
 
@@ -96,21 +103,21 @@ def modulations(survey: Survey, named: tuple[str, ...] = ()) -> Mapping[str, Fou
 
 
 def _users(module: nn.Module) -> bool:
-    """Whether a module's class is neither transformers' nor a tool's: the object passed, or a subclass of a model."""
+    """True if a module's class is neither transformers' nor a tool's: a user's class, or a subclass of a model."""
     return not is_stock(type(module)) and not f"{type(module).__module__}.".startswith(TOOLS)
 
 
 def probe(places: Iterable[tuple[str, nn.Module]]) -> list[Found]:
-    """Run each module alone and say what was seen. A module seen inside another's run counts as run.
+    """Run each module alone and return the results. A module that runs inside another one counts as run.
 
-    Of modules of one class and shape that cannot be run, the first is tried.
+    If a module cannot be run, others of the same class and shapes are not tried.
 
     Args:
         places: Modules with their paths.
     """
     wanted = dict(places)
     own: dict[str, Runs] = {}
-    heard: dict[int, list[list[Seen]]] = {id(m): [] for m in wanted.values()}
+    by_module: dict[int, list[list[OnePlusTanh]]] = {id(m): [] for m in wanted.values()}
     alike: dict[Any, Runs] = {}
     for path, module in wanted.items():
         key = type(module), tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
@@ -121,16 +128,16 @@ def probe(places: Iterable[tuple[str, nn.Module]]) -> list[Found]:
         made = StandIns()
         own[path] = alike[key] = _watch(made, module, before.shapes if before else None)
         back = {id(new): old for old, new in made.modules.items()}
-        for run in own[path].heard:
-            by_owner: dict[int, list[Seen]] = {}
+        for run in own[path].found:
+            by_owner: dict[int, list[OnePlusTanh]] = {}
             for seen in run:
                 by_owner.setdefault(back.get(seen.owner, 0), []).append(seen)
             for owner, mine in by_owner.items():
-                heard.get(owner, []).append(mine)
-    return [_found(path, module, own[path], heard[id(module)]) for path, module in wanted.items()]
+                by_module.get(owner, []).append(mine)
+    return [_found(path, module, own[path], by_module[id(module)]) for path, module in wanted.items()]
 
 
-def _found(path: str, module: nn.Module, own: Runs, runs: list[list[Seen]]) -> Found:
+def _found(path: str, module: nn.Module, own: Runs, runs: list[list[OnePlusTanh]]) -> Found:
     if not runs:
         return Found(path, module, failure=own.failure)
     every = [seen for run in runs for seen in run]
@@ -160,19 +167,19 @@ class _Runner:
         sizes = [n for m in module.modules() if isinstance(n := m.__dict__.get("num_embeddings"), int)]
         self.ids = min(sizes, default=2)
         self.copy = made.of(module)
-        self.zeros = Zeros()
+        self.zeros = ZeroParameters()
         self.seed = 0
 
-    def heard(self, shapes: Shapes) -> list[Seen]:
-        """What one run is heard to do. Raises what the forward raises."""
+    def run(self, shapes: Shapes) -> list[OnePlusTanh]:
+        """Return the 1 + tanh of one run. Raises the errors of the forward."""
         self.seed += 1
         inputs = {name: self._made_up(name, shape) for name, shape in shapes.items()}
-        listening = Listening(self.zeros)
-        with listening:
+        recorder = OnePlusTanhRecorder(self.zeros)
+        with recorder:
             by_position = [v for k, v in inputs.items() if k.startswith("*")]
             out = self.copy(*by_position, **{k: v for k, v in inputs.items() if not k.startswith("*")})
-        listening.given(out)
-        return listening.noted
+        recorder.given(out)
+        return recorder.noted
 
     def _made_up(self, name: str, shape: Any) -> Any:
         if isinstance(shape, bool):
@@ -184,14 +191,20 @@ class _Runner:
 
 
 def _watch(made: StandIns, module: nn.Module, like: Shapes | None) -> Runs:
-    """Runs until one sees a 1 + tanh, and then those that differ from it. `like`: shapes that are tried first."""
+    """Run a stand-in with other inputs until a run has a 1 + tanh, and then the variants of that run.
+
+    Args:
+        made: Makes the stand-in.
+        module: The module.
+        like: Shapes to try first.
+    """
     runs = Runs(failure="its forward takes arguments that cannot be made up")
     ran = False
     devices = {p.device for p in module.parameters()}
     forked = [d for d in devices if d.type == "cuda"]
     kind = next(iter(devices), torch.device("cpu")).type
     no_autocast = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-    # Exception, here and below: it is somebody else's forward on inputs it was not made for, and may raise anything
+    # Exception, here and below: a user's forward on inputs it was not written for may raise anything
     with torch.random.fork_rng(devices=forked), torch.no_grad(), no_autocast, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -201,13 +214,13 @@ def _watch(made: StandIns, module: nn.Module, like: Shapes | None) -> Runs:
         tries = itertools.chain([like] if like else [], _inputs(runner.copy, module))
         for shapes in itertools.islice(tries, ATTEMPTS):
             try:
-                noted = runner.heard(shapes)
+                noted = runner.run(shapes)
             except Exception as error:  # noqa: BLE001
                 runs.failure = "" if ran else _said(error)
                 continue
             ran, runs.failure = True, ""
             if noted:
-                runs.heard.append(noted)
+                runs.found.append(noted)
                 runs.shapes = shapes
                 _vary(runner, module, runs, shapes)
                 break
@@ -219,11 +232,11 @@ def _said(error: Exception) -> str:
 
 
 def _vary(runner: _Runner, module: nn.Module, runs: Runs, base: Shapes) -> None:
-    """Runs in training mode, and, as long as all looks untrained, whatever else a call may do differently."""
+    """Run a stand-in in training mode and, as long as it looks untrained, with all other variants of a call."""
 
     def more(shapes: Shapes) -> bool:
         try:
-            runs.heard.append(runner.heard(shapes))
+            runs.found.append(runner.run(shapes))
         except Exception:  # noqa: BLE001
             return False
         return True
@@ -232,7 +245,7 @@ def _vary(runner: _Runner, module: nn.Module, runs: Runs, base: Shapes) -> None:
     with torch.enable_grad():
         trained_alike = more(base)
     runner.copy.eval()
-    runs.heard = [run for run in runs.heard if run]
+    runs.found = [run for run in runs.found if run]
     complete = trained_alike
     parameters = inspect.signature(runner.copy.forward).parameters
     _, optional = _arguments(inspect.signature(runner.copy.forward))
@@ -247,11 +260,11 @@ def _vary(runner: _Runner, module: nn.Module, runs: Runs, base: Shapes) -> None:
     rounds += [[{k: _longer(v, length) for k, v in base.items()}] for length in LENGTHS]
     needed = len(rounds) - len(LENGTHS)  # a module may be made for one length
     for i, choices in enumerate(rounds):
-        if not all(seen.zero for run in runs.heard for seen in run):
+        if not all(seen.zero for run in runs.found for seen in run):
             return
         ran = any(more(shapes) for shapes in choices)
         complete = complete and (ran or i >= needed)
-    runs.heard = [run for run in runs.heard if run]
+    runs.found = [run for run in runs.found if run]
     runs.complete = complete
 
 
@@ -262,7 +275,7 @@ def _longer(shape: Any, length: int) -> Any:
 
 
 def _inputs(copy: nn.Module, module: nn.Module) -> Iterator[Shapes]:
-    """Shapes by argument, likely ones first; optional arguments are given in later rounds."""
+    """Yield shapes by argument, likely ones first; optional arguments are added in later rounds."""
     try:
         signature = inspect.signature(copy.forward)
     except (TypeError, ValueError):
@@ -288,7 +301,7 @@ def _inputs(copy: nn.Module, module: nn.Module) -> Iterator[Shapes]:
 
 
 def _arguments(signature: inspect.Signature) -> tuple[list[str], list[str]]:
-    """Names of arguments that must be given, and of those that may be tensors: default None."""
+    """Return the names of required arguments, and of those that may be tensors: default None."""
     kinds = inspect.Parameter
     required: list[str] = []
     optional: list[str] = []

@@ -1,1 +1,1 @@
-"""Cases, and this model on this batch, against float32."""
+"""`hfpatch.verify` and the cases of patches: comparisons with float32."""

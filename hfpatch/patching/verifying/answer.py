@@ -1,4 +1,4 @@
-"""What a model answers to a batch: its logits and its own loss; and the figures of one answer beside another."""
+"""Runs a model on a batch for its logits and loss, and compares these with the reference."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hfpatch.model.wrapping import PARALLEL, unwrap
 from hfpatch.patching.verifying.figures import Figures
 
 IGNORED = -100
-"""Label of a position that does not count, as in transformers."""
+"""Label of a position that the loss ignores, as in transformers."""
 
 
 SHARDED = ("DTensor", "FlatParameter")
-"""Classes of parameters that hold a part of a weight, or parts of several."""
+"""Classes of parameters that hold a part of a weight, or parts of several weights."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one run.
+    """The output of one run.
 
     Attributes:
-        logits: `[batch, tokens, vocabulary]`; `[batch, 1, classes]` of a model that puts whole rows into classes.
-        loss: The model's own, a number; None where it gave none.
-        auxiliary: What experts add to the loss, before its coefficient; None where the model shows none.
+        logits: `[batch, tokens, vocabulary]`; `[batch, 1, classes]` of a model that classifies whole rows.
+        loss: The model's own loss, a scalar; None if it returned none.
+        auxiliary: The auxiliary loss of experts, before its coefficient; None if the model returned none.
     """
 
     logits: torch.Tensor
@@ -41,12 +41,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with.
+    """The input of a run.
 
     Attributes:
         inputs: Keyword arguments, on the model's device.
-        real: Where a token is real and its logits are compared, of the width of the text; None for everywhere.
-        note: What was made of the batch's labels, as a sentence; empty where they are as given.
+        real: Boolean `[batch, tokens]`, True for tokens whose logits are compared; None for all.
+        note: A sentence about labels that were added or removed; empty if they are unchanged.
     """
 
     inputs: dict[str, Any]
@@ -55,14 +55,15 @@ class Batch:
 
 
 def prepared(model: nn.Module, batch: Any) -> Batch:
-    """The batch where the model is, with labels where the model is a causal one and has none.
+    """Return the batch on the model's device; a causal model's batch without labels gets them.
 
     Raises:
-        InputError: It is no batch, or the model cannot be run as it is.
+        InputError: The batch is not a mapping or holds a cache, or the model cannot be run.
     """
     if not isinstance(batch, Mapping):
         raise InputError(
-            f"verify wants the model's keyword arguments, such as {{'input_ids': ids}}; got {type(batch).__name__}"
+            f"verify: batch must hold the model's keyword arguments, such as {{'input_ids': ids}}; got "
+            f"{type(batch).__name__}"
         )
     given: dict[str, Any] = dict(batch)  # pyright: ignore[reportUnknownArgumentType]
     if used := sorted({"past_key_values", "cache"} & set(given)):
@@ -72,19 +73,19 @@ def prepared(model: nn.Module, batch: Any) -> Batch:
         raise InputError(f"{type(model).__name__} has no parameters: there is no dtype to verify")
     if any(p.device.type == "meta" for p in parameters):
         raise InputError(
-            "some weights are on meta (not loaded, or offloaded): verify runs the model, so load them first"
+            "some weights are on meta (not loaded, or offloaded), and verify runs the model: load them first"
         )
     if any(type(p).__name__ in SHARDED for p in parameters):
         raise InputError(
-            "the weights are shards over several ranks (FSDP, tensor parallel), which verify cannot lend in another "
-            "dtype: verify the model before it is sharded"
+            "the weights are sharded over several ranks (FSDP, tensor parallel), so verify cannot cast them: verify "
+            "the model before it is sharded"
         )
     device = parameters[0].device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     survey = Survey(unwrap(model, PARALLEL))
     note = ""
     if "labels" in inputs and not _takes(survey, "labels", by_name=False):
-        note = "the model takes no labels, so it gives no loss"
+        note = "the model takes no labels, so it returns no loss"
         return Batch({k: v for k, v in inputs.items() if k != "labels"}, _compared(survey, inputs), note)
     if "labels" not in inputs:
         labels = _own_labels(survey, inputs)
@@ -97,7 +98,7 @@ def prepared(model: nn.Module, batch: Any) -> Batch:
 
 
 def _takes(survey: Survey, name: str, *, by_name: bool) -> bool:
-    """True if the forward of what was wrapped takes an argument, by its name or, unless `by_name`, by `**kwargs`."""
+    """True if the forward of the wrapped model takes an argument: by its name or, unless `by_name`, by `**kwargs`."""
     import inspect
 
     inner = unwrap(survey.root, ("torch.compile", "PEFT"))
@@ -107,7 +108,7 @@ def _takes(survey: Survey, name: str, *, by_name: bool) -> bool:
 
 
 def _decodes(survey: Survey) -> str:
-    """`causal`, `encoder-decoder` or nothing: how the model that puts out text reads it."""
+    """Return `causal` or `encoder-decoder`, for the part that generates text; empty if there is none."""
     inner = unwrap(survey.root, ("torch.compile", "PEFT"))
     models = [inner] if isinstance(inner, PreTrainedModel) else [s.model for s in survey.submodels]
     if isinstance(inner, PreTrainedModel) and not inner.can_generate():  # a composite of the user's own
@@ -128,9 +129,9 @@ def _own_labels(survey: Survey, inputs: Mapping[str, Any]) -> torch.Tensor | Non
 
 
 def _compared(survey: Survey, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Positions whose logits are compared, `[batch, tokens]` of the text: real tokens, those with a label if any has.
+    """Return the positions `[batch, tokens]` whose logits are compared: real tokens, with a label if there are labels.
 
-    A causal model's logits stand one position before their label.
+    None stands for all positions. A causal model's logits are one position before their label.
     """
     kind = _decodes(survey)
     labels = inputs.get("labels")
@@ -151,17 +152,19 @@ def answer(model: nn.Module, inputs: Mapping[str, Any]) -> Answer:
     """Call a model.
 
     Raises:
-        InputError: The batch does not fit, or there are no logits.
+        InputError: The model rejects the batch, or returns no logits.
     """
     found = _call(model, inputs)
-    if found.logits is None and "labels" in inputs:  # a fused loss has no use for them
+    if found.logits is None and "labels" in inputs:  # a fused loss computes no logits
         bare = _call(model, {k: v for k, v in inputs.items() if k != "labels"})
         found = _Found(bare.logits, found.loss, found.auxiliary)
     logits = found.logits
     if logits is not None and logits.dim() == 2:
         logits = logits.unsqueeze(1)
     if logits is None or logits.dim() != 3:
-        raise InputError(f"{type(model).__name__} gave no logits [batch, tokens, vocabulary]; verify compares those")
+        raise InputError(
+            f"{type(model).__name__} returned no logits [batch, tokens, vocabulary], which verify compares"
+        )
     return Answer(logits.detach(), found.loss, found.auxiliary)
 
 
@@ -196,7 +199,7 @@ def _call(model: nn.Module, inputs: Mapping[str, Any]) -> _Found:
 
 
 def score(name: str, mine: Answer, exact: Answer, real: torch.Tensor | None) -> Figures:
-    """Figures of an answer beside the exact one, over real positions. In float64, by chunks."""
+    """Return the figures of a run compared with the reference, over real positions. Computed in float64, by chunks."""
     keep = _positions(mine.logits, real)
     ours, theirs = mine.logits[keep], exact.logits[keep]
     kl = top1 = 0.0
@@ -216,7 +219,7 @@ def score(name: str, mine: Answer, exact: Answer, real: torch.Tensor | None) -> 
 
 
 def compared(logits: torch.Tensor, real: torch.Tensor | None) -> int:
-    """Return how many positions are compared."""
+    """Return the number of positions that are compared."""
     return int(_positions(logits, real).sum())
 
 

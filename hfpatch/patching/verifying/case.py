@@ -1,4 +1,4 @@
-"""A tiny model in which a patch is tried, as a value. Imports neither torch nor transformers."""
+"""The description of a tiny model that a patch is tested on. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model in which a patch is tried.
+    """A tiny model that a patch is tested on.
 
     Args:
         architecture: `config.model_type` of the language model.
-        dtype: Dtype its weights are cast to.
+        dtype: Dtype of its weights.
         scale: Parameter globs -> factor, to bring tiny random weights into the failing range.
         fill: Parameter globs -> constant.
         config: Overrides for the tiny config.
         inside: Name of a composite of `hfpatch.lab.tiny` that holds the model; None for the bare model.
-        autocast: Dtype of an autocast region around the run; None for none.
-        attention: Implementation of attention; set in the config by hand, as people do where the setter refuses.
-        padded: Tokens of padding on the left of the first of the two rows.
+        autocast: Dtype of an autocast region around the run; None for no autocast.
+        attention: Attention implementation; written to the config directly, because the setter may refuse it.
+        padded: Number of padding tokens on the left of the first of the two rows.
         tokens: Length of the two rows.
-        device: `cpu` or `cuda`; a case for `cuda` is run where there is such a device.
-        overflow: Scale what writes to the residual stream until the stream passes 65,504 and no branch of it does.
+        device: `cpu` or `cuda`; a case for `cuda` is skipped without a GPU.
+        overflow: Scale the layers that write to the residual stream until the stream passes 65,504 and no branch does.
     """
 
     architecture: str

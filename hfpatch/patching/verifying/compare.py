@@ -1,4 +1,4 @@
-"""One model on one batch, run as it is and in other dtypes, each beside float32 with the same weights."""
+"""Runs a model on a batch as it is and in other dtypes, and compares with float32 with the same weights."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from hfpatch.patching.verifying.lending import (
     CastsSeen,
     Place,
     as_it_was,
+    at_each_block,
     blocks_of,
     buffers_as,
     can_be_cast,
-    hearing_of_blocks,
     parts_cast_their_input,
     weights_as,
 )
-from hfpatch.patching.writing import lifted
+from hfpatch.patching.writing import suspended
 from hfpatch.report.progress import patience
 
 SAME = ("exact", "equivalent")
-"""Effects of edits that claim to compute what was computed before."""
+"""Effects of edits that compute the same function as before."""
 
 REFERENCE, AS_LOADED = "float32 (reference)", "as loaded with dtype="
 NAMED = 4
-"""Places that a note names."""
+"""Number of places that a note names."""
 
 _DTYPES = re.compile(r"d?type", re.IGNORECASE)
 TIMED = 3
-"""Steps that are timed, after one that is not."""
+"""Number of timed steps, after one warm-up step."""
 
 
 @dataclass(frozen=True)
 class Edited:
-    """An edit that the model carries, and its effect on this model."""
+    """An edit that the model carries, with its effect on this model."""
 
     module: nn.Module
     record: Record
@@ -59,24 +59,24 @@ class Edited:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run the model.
+    """A way to run the model: one row of the result.
 
     Attributes:
-        name: Of the row.
-        weights: Dtype of the weights; None as they are, and then the caller's autocast region counts.
-        autocast: Its dtype.
-        bare: With the equivalent edits taken off.
-        made: Whose buffers: `as they are`, `exact` (float32), or `loaded` (as `from_pretrained(dtype=)` leaves them).
+        name: Name of the row.
+        weights: Dtype of the weights; None leaves them as they are, and then the caller's autocast region applies.
+        autocast: Dtype of an autocast region; None for no autocast.
+        bare: True if exact and equivalent edits are suspended.
+        buffers: `as they are`, `exact` (float32), or `loaded` (as `from_pretrained(dtype=)` leaves them).
     """
 
     name: str
     weights: torch.dtype | None = None
     autocast: torch.dtype | None = None
     bare: bool = True
-    made: str = "loaded"
+    buffers: str = "loaded"
 
 
-EXACT = Way(REFERENCE, torch.float32, made="exact")
+EXACT = Way(REFERENCE, torch.float32, buffers="exact")
 STOCK = (
     Way("float16 weights", torch.float16),
     Way("bfloat16 weights", torch.bfloat16),
@@ -87,13 +87,13 @@ STOCK = (
 
 
 def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names = None) -> Proof:
-    """Run a model on a batch in several ways. It is left as it was: patched, in its mode, its weights untouched.
+    """Run a model on a batch in several ways. Afterwards it is as before: patches, training mode and weights.
 
     Args:
-        model: It.
+        model: The model.
         batch: Its keyword arguments.
-        edits: Those that are judged. Equivalent ones are taken off for the reference; others are in place throughout.
-        runs: Names of the rows wanted; all if not given.
+        edits: The edits to measure. Exact and equivalent ones are suspended for the reference; others stay in place.
+        runs: Names of the rows to run; None for all.
 
     Raises:
         InputError: The batch does not run in float32, the model returns no logits, or there is no such row.
@@ -119,14 +119,14 @@ def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names =
 
 
 def _ways(survey: Survey, buffers: Iterable[Buffer], edits: Sequence[Edited]) -> list[Way]:
-    """Every row there can be for this model."""
+    """Return all rows that this model can have."""
     rounded = any(b.state == "rounded" for b in buffers)
     loaded = [Way(AS_LOADED, bare=False)] if rounded else []
     if not edits:
         stock = [w for w in STOCK if w.autocast or w.weights != main_dtype(survey.root) or rounded]
-        return [Way("as it is", bare=False, made="as they are"), *loaded, *stock]
-    before = [Way("before", made="as they are")] if any(e.effect in SAME for e in edits) else []
-    return [*before, Way("after", bare=False, made="as they are"), *loaded, *STOCK[1:]]
+        return [Way("as it is", bare=False, buffers="as they are"), *loaded, *stock]
+    before = [Way("before", buffers="as they are")] if any(e.effect in SAME for e in edits) else []
+    return [*before, Way("after", bare=False, buffers="as they are"), *loaded, *STOCK[1:]]
 
 
 def _chosen(ways: list[Way], runs: Names) -> list[Way]:
@@ -134,7 +134,7 @@ def _chosen(ways: list[Way], runs: Names) -> list[Way]:
         return ways
     wanted: Any = [runs] if isinstance(runs, str) else runs
     if not isinstance(wanted, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in wanted):  # pyright: ignore[reportUnknownVariableType]
-        raise InputError(f"runs= takes names of rows, got {shown(runs)}")
+        raise InputError(f"runs= must be a name or names of rows, got {shown(runs)}")
     known = [w.name for w in ways]
     if unknown := [n for n in wanted if n not in (REFERENCE, *known)]:  # pyright: ignore[reportUnknownVariableType]
         raise InputError(f"runs={unknown[0]!r}: no such row for this model; there are: {'; '.join(known)}")
@@ -143,7 +143,17 @@ def _chosen(ways: list[Way], runs: Names) -> list[Way]:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What every run of one verification needs."""
+    """The data that all runs of one verification share.
+
+    Attributes:
+        model: The model.
+        survey: Of the model.
+        batch: Its input.
+        buffers: Its floating-point buffers.
+        bare: The exact and equivalent edits, which are suspended in most runs.
+        whole: True if all weights are cast for the whole run, not block by block.
+        by_hand: True if the inputs of parts are cast to the dtype of their weights.
+    """
 
     model: nn.Module
     survey: Survey
@@ -158,20 +168,20 @@ class _Bench:
         return next(self.model.parameters()).device
 
     def values(self, way: Way) -> dict[Place, torch.Tensor]:
-        """Buffers that differ from the model's own in a run; those that are not as their module makes them stay."""
-        if way.made == "as they are":
+        """Return other values for a run's rounded buffers; buffers that cannot be rebuilt keep their values."""
+        if way.buffers == "as they are":
             return {}
         rounded = {(b.path, b.name): b.exact for b in self.buffers if b.state == "rounded" and b.exact is not None}
-        if way.made == "exact" or not rounded:
+        if way.buffers == "exact" or not rounded:
             return rounded
         loaded = self.survey.once(("as loaded", way.weights), lambda: as_loaded(self.survey, way.weights))
         return {place: loaded[place] for place in rounded if place in loaded}
 
     def run(self, way: Way, off: Sequence[tuple[nn.Module, Record]] = ()) -> tuple[Answer, dict[str, Any]]:
-        """One answer; on a GPU, what it cost where the model runs as it is."""
+        """Return the output of one run; with time and memory, if the model runs as it is on a GPU."""
         inputs = self.batch.inputs if way.weights is None else _cast_floats(self.batch.inputs, way.weights)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lifted(self.model, [*off, *(self.bare if way.bare else ())]))
+            stack.enter_context(suspended(self.model, [*off, *(self.bare if way.bare else ())]))
             stack.enter_context(as_it_was(self.model))
             if way.weights is not None:
                 stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))
@@ -184,7 +194,7 @@ class _Bench:
 
 
 def _attempt(bench: _Bench, way: Way) -> tuple[Answer, dict[str, Any], bool]:
-    """An answer, its cost, and whether the inputs of parts had to be cast to the dtype of their weights."""
+    """Return the output, its cost, and True if the inputs of parts had to be cast to the dtype of their weights."""
     try:
         return *bench.run(way), bench.by_hand
     except (RuntimeError, InputError) as error:
@@ -194,7 +204,7 @@ def _attempt(bench: _Bench, way: Way) -> tuple[Answer, dict[str, Any], bool]:
 
 
 def _reference(bench: _Bench, tick: Callable[[str], None]) -> tuple[Answer, _Bench, list[str]]:
-    """The answer in float32, how to run the rest, and what there is to say of it."""
+    """Return the output in float32, the settings for the other runs, and notes."""
     casts = CastsSeen()
     try:
         with casts, _ticking(bench, lambda: tick(REFERENCE)):
@@ -203,7 +213,7 @@ def _reference(bench: _Bench, tick: Callable[[str], None]) -> tuple[Answer, _Ben
                 entire = replace(bench, whole=True, by_hand=by_hand)
                 again = entire.run(EXACT)[0]
                 if bool(again.logits.isfinite().all()):
-                    notes = ["the model reads weights of its layers from outside of them: all were cast at once"]
+                    notes = ["the model reads weights of its layers from outside these layers: all were cast at once"]
                     return again, entire, [*notes, *_on_casts(casts, by_hand)]
     except RuntimeError as error:
         raise InputError(
@@ -217,23 +227,23 @@ def _row(bench: _Bench, way: Way, exact: Answer, tick: Callable[[], None], notes
     try:
         with _ticking(bench, tick):
             found, cost, by_hand = _attempt(bench, way)
-    except (RuntimeError, InputError) as error:  # what this model's own code does not take
+    except (RuntimeError, InputError) as error:  # this model's code does not accept the dtype
         notes.append(f"{way.name}: does not run here ({_line(error)})")
         return Figures(way.name, None, math.nan, 0.0, finite=False)
     if by_hand and not bench.by_hand:
-        notes.append(f"{way.name}: what goes into a part is cast to the dtype of its weights, or it would not run")
+        notes.append(f"{way.name}: the input of each part is cast to the dtype of its weights, or it would not run")
     return replace(score(way.name, found, exact, bench.batch.real), **cost)
 
 
 def _changes(
     bench: _Bench, edits: Sequence[Edited], rows: Sequence[Figures], tick: Callable[[str], None]
 ) -> tuple[LossChange, ...]:
-    """What each patch that is not equivalent did to the loss: the model as it is, without it and with it."""
+    """Return the loss with and without each patch that changes the function; the model is otherwise as it is."""
     by_patch: dict[str, list[Edited]] = {}
     for edit in edits:
         if edit.effect not in SAME:
             by_patch.setdefault(edit.record.patch, []).append(edit)
-    after = Way("after", bare=False, made="as they are")
+    after = Way("after", bare=False, buffers="as they are")
     known = next((r for r in rows if r.name == after.name), None)
     found: list[LossChange] = []
     for patch, mine in by_patch.items():
@@ -248,14 +258,14 @@ def _changes(
 def _loss(bench: _Bench, way: Way, off: Sequence[tuple[nn.Module, Record]]) -> float | None:
     try:
         loss = bench.run(way, off)[0].loss
-    except (RuntimeError, InputError):  # it runs with the patch only
+    except (RuntimeError, InputError):  # it runs only with the patch
         return None
     return None if loss is None else float(loss)
 
 
 @contextlib.contextmanager
 def uncompiled(survey: Survey) -> Generator[list[str]]:
-    """Run a compiled model uncompiled: hooks set since its first call would not be seen. Says so."""
+    """Run a compiled model uncompiled, because its code would ignore new hooks. Yields notes about it."""
     if not survey.compiled:
         yield []
         return
@@ -265,8 +275,8 @@ def uncompiled(survey: Survey) -> Generator[list[str]]:
 
 @contextlib.contextmanager
 def _ticking(bench: _Bench, tick: Callable[[], None]) -> Generator[None]:
-    """Call a function at each block, or at each module of what has no blocks."""
-    with hearing_of_blocks(blocks_of(bench.survey) or bench.survey.modules.values(), tick):
+    """Call a function at each block, or at each module if there are no blocks."""
+    with at_each_block(blocks_of(bench.survey) or bench.survey.modules.values(), tick):
         yield
 
 
@@ -302,50 +312,52 @@ def _line(error: BaseException) -> str:
 
 
 def _on_casts(casts: CastsSeen, by_hand: bool) -> list[str]:
-    """Casts that the model makes by hand."""
+    """Return notes about casts in the model's own code."""
     where = _listed(f"{place} ({count} times)" if count > 1 else place for place, count in casts.places.items())
     stayed = f"casts to half precision in the model's own code stayed, in float32 too: {where}" if where else ""
-    fed = "in another dtype, what goes into a part is cast to that of its weights; the model's own casts stayed"
+    fed = "in other dtypes, the input of each part is cast to the dtype of its weights; the model's own casts stayed"
     return list(filter(None, [fed if by_hand else "", stayed]))
 
 
 def _on_figures(reference: Figures, rows: Sequence[Figures], exact: Answer, ready: Batch) -> list[str]:
     count = compared(exact.logits, ready.real)
     unit = "token" if exact.logits.shape[1] > 1 else "row"
-    notes = [f"{count} {unit}{'s' if count != 1 else ''} compared; KL in nats a {unit}; the loss is the model's own"]
+    notes = [f"{count} {unit}{'s' if count != 1 else ''} compared; KL in nats per {unit}; the loss is the model's own"]
     if not reference.finite:
-        notes.append("float32 itself is not finite on this batch: KL and top-1 say nothing")
+        notes.append("float32 itself is not finite on this batch, so KL and top-1 are meaningless")
     if reference.auxiliary is not None:
         notes.append(
             f"the experts' auxiliary loss, before its coefficient, is {number(reference.auxiliary)} in float32"
         )
     if any(r.loss is not None and not math.isfinite(r.loss) and r.finite for r in rows) and reference.loss is not None:
-        notes.append("a loss that is not finite over finite logits is computed so by the model, or no label counts")
+        notes.append(
+            "a non-finite loss over finite logits comes from the model's loss function, or all labels are -100"
+        )
     if any(r.seconds is not None for r in rows):
-        notes.append("time and memory of a step are those of rows that run as the model is; the others cast as they go")
+        notes.append("time and memory are measured only for rows that run the model as it is; the others cast weights")
     return notes
 
 
 def _on_buffers(buffers: Sequence[Buffer]) -> list[str]:
-    """Which buffers the reference has in float32, and which it could not have."""
+    """Return notes about buffers in half precision: which ones the reference has in float32, and which it cannot."""
     notes: list[str] = []
     rounded = [b for b in buffers if b.state == "rounded"]
     if rounded:
         notes.append(
-            f"{_places(rounded)}: rounded to half precision, though no checkpoint holds it; the reference has it in "
-            f"float32, {AS_LOADED!r} as from_pretrained leaves it"
+            f"{_places(rounded)}: rounded to half precision, and in no checkpoint; float32 in the reference, and as "
+            f"from_pretrained leaves them in {AS_LOADED!r}"
         )
     lost = [b for b in buffers if b.state == "changed" and b.value.dtype in HALF]
     if lost:
-        notes.append(f"{_places(lost)}: in half precision and not rebuilt, so in no figure is what that costs")
+        notes.append(f"{_places(lost)}: in half precision and cannot be rebuilt, so no figure shows that error")
     stored = [b for b in buffers if b.state == "persistent" and b.value.dtype in HALF]
     if stored:
-        notes.append(f"{_places(stored)}: stored with the weights, in half precision, as in the reference")
+        notes.append(f"{_places(stored)}: stored with the weights in half precision, which the reference uses too")
     return notes
 
 
 def _places(buffers: Iterable[Buffer]) -> str:
-    """Names of buffers, and how many there are."""
+    """Return the number of buffers and their names."""
     found = list(buffers)
     return f"{len(found)} buffer{'s' if len(found) > 1 else ''} ({_listed(dict.fromkeys(b.place for b in found))})"
 
@@ -362,5 +374,5 @@ def _on_weights(model: nn.Module) -> list[str]:
     if coded:
         notes.append(f"{coded} quantised weights run as they are in every row")
     if any(p.dtype in HALF for p in model.parameters()):
-        notes.append("the reference has these weights, as rounded: what rounding them cost is in no figure")
+        notes.append("the reference has the same rounded weights, so no figure shows the error of rounding them")
     return notes

@@ -1,4 +1,4 @@
-"""What a verification found, as values that print themselves."""
+"""The result of a verification."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hfpatch.report import Sheet, Shown
 
 @dataclass(frozen=True)
 class Figures:
-    """One way to run the model, on one batch.
+    """The figures of one way to run the model on one batch.
 
     Attributes:
         name: `before`, `after`, `as it is`, or a stock alternative.
-        loss: The model's own, `model(**batch).loss`; None where it gives none.
-        kl: Mean KL divergence from the reference to this, in nats a token.
-        top1: Share of tokens whose most likely token is the reference's.
-        finite: Whether every logit is finite.
-        auxiliary: What experts add to the loss, before its coefficient; None where the model shows none.
-        seconds: Of one forward, on a GPU, of a model that runs as it is; else None.
-        memory: Bytes on the GPU that this forward needed beside what was there; else None.
+        loss: The model's own loss, `model(**batch).loss`; None if it returns none.
+        kl: Mean KL divergence KL(reference || this run), in nats per token.
+        top1: Share of tokens (0 to 1) for which the most likely next token is the reference's.
+        finite: True if every logit is finite.
+        auxiliary: The auxiliary loss of experts, before its coefficient; None if the model returns none.
+        seconds: Time of one forward pass in seconds, if the model runs as it is on a GPU; else None.
+        memory: Extra peak GPU memory of this forward pass in bytes; None where `seconds` is.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Figures:
     memory: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; what is not finite is null."""
+        """Return the figures for JSON; non-finite numbers become None."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class LossChange:
-    """A patch that changes what the model computes, and what that did to the loss.
+    """The effect on the loss of a patch that changes the function.
 
     Attributes:
-        patch: Its id.
-        effect: On this model.
-        before: The model's loss with this patch alone taken off; None where the model gives none.
-        after: The model's loss with it.
+        patch: Id of the patch.
+        effect: Its effect on this model.
+        before: The model's loss without this patch alone; None if the model returns none.
+        after: The model's loss with it; None if the model returns none.
     """
 
     patch: str
@@ -56,26 +56,26 @@ class LossChange:
 
     def __str__(self) -> str:
         if self.before is None or self.after is None:
-            seen = "no loss to show before and after"
+            seen = "no loss to compare before and after"
         else:
             seen = f"loss {number(self.before)} before, {number(self.after)} after"
-        return f"{self.patch} ({self.effect}): {seen}; it changes what the model computes, so every row has it"
+        return f"{self.patch} ({self.effect}): {seen}; it changes the function, so it is in place in every row"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; what is not finite is null."""
+        """Return the losses for JSON; non-finite numbers become None."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
 @dataclass(frozen=True, repr=False)
 class Proof(Shown):
-    """A model on a batch, run in several ways, against float32 with the same weights.
+    """A model run on a batch in several ways, compared with float32 with the same weights.
 
     Attributes:
         reference: The run in float32.
-        rows: The others.
-        notes: What was counted, what stayed as it was, what could not be run.
-        changes: Patches that change what the model computes; they are in place in every row.
-        model: Name of its class, or of its checkpoint.
+        rows: The other runs.
+        notes: Sentences about the number of tokens, about what was not cast, and about runs that failed.
+        changes: Patches that change the function, which are in place in every row.
+        model: Name of the model's class, or of its checkpoint.
     """
 
     reference: Figures
@@ -85,14 +85,18 @@ class Proof(Shown):
     model: str = ""
 
     def __getitem__(self, name: str) -> Figures:
-        """A row by name: `before`, `after`, `bfloat16 weights`, ..."""
+        """Return a row by name: `before`, `after`, `bfloat16 weights`, ...
+
+        Raises:
+            KeyError: There is no row of that name; the names are listed.
+        """
         for row in (self.reference, *self.rows):
             if row.name == name:
                 return row
         raise KeyError(f"no row {name!r}; there are: {', '.join(r.name for r in self.rows)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: model, reference, rows, notes; `changes` only where there are some."""
+        """Return model, reference, rows and notes, and `changes` if there are any, for JSON."""
         changes = {"changes": [c.to_dict() for c in self.changes]} if self.changes else {}
         return {
             "model": self.model,
@@ -103,7 +107,7 @@ class Proof(Shown):
         }
 
     def sheet(self) -> Sheet:
-        """As a table."""
+        """Return a table with a row per run."""
         found = (self.reference, *self.rows)
         timed = any(r.seconds is not None for r in found)
         columns = ("run", "loss", "KL to float32", "top-1", *(("step", "memory of a step") if timed else ()))
@@ -112,7 +116,7 @@ class Proof(Shown):
 
 
 def number(value: float | None) -> str:
-    """A figure in a table: three decimals, or two digits where it is small; `-` for none."""
+    """Return a figure as text: three decimals, or two digits if it is small; `-` for None."""
     if value is None:
         return "-"
     return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"

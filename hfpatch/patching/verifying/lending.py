@@ -1,7 +1,7 @@
-"""A model run as if it were another: its weights and buffers in another dtype, lent while they are used.
+"""Runs a model with its weights and buffers in another dtype, for inference only.
 
-The parameters stay the same objects, and so does all else: what a run changes is put back when it ends, whatever ends
-it. For inference only.
+The parameters stay the same objects; only their data is replaced, for as long as it is used. Everything that a run
+changes is restored at its end, even after an error.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ Place = tuple[str, str]
 
 
 def blocks_of(survey: Survey) -> list[nn.Module]:
-    """The layers of every stack of an object."""
+    """Return the layers of every stack of an object."""
     return [layer for stacks in survey.stacks.values() for stack in stacks for _, layer in stack.layers]
 
 
 def can_be_cast(tensor: torch.Tensor) -> bool:
-    """True for plain floating-point weights of two bytes or more: those of one byte are codes, which need scales."""
+    """True for plain floating-point weights of two bytes or more: one-byte weights are quantised and need scales."""
     plain = type(tensor.data) in (torch.Tensor, nn.Parameter)
     return tensor.is_floating_point() and tensor.element_size() >= 2 and plain
 
 
 @contextlib.contextmanager
 def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> Generator[None]:
-    """Run a model as if its floating-point weights were in another dtype, block by block. For inference only.
+    """Run a model with its floating-point weights in another dtype, block by block. For inference only.
 
-    The weights of a block (a layer of a stack) are cast while a forward of it, or of a part of it, runs; all others
-    (embedding, head, projectors) for the whole run. So the extra memory is theirs and one block's, not a copy of
-    the model. The parameters stay the same objects; only their `.data` is lent. What asks a block at rest for its
-    dtype is told the lent one. Buffers in float16 or bfloat16 are cast as well, for the whole run.
+    The weights of a block (a layer of a stack) are cast while its forward, or that of one of its parts, runs; all
+    other weights (embedding, head, projectors) are cast for the whole run. The extra memory is that of these weights
+    and of one block, not of a copy of the model. The parameters stay the same objects; only their `.data` is replaced.
+    A block that is not running has the new dtype and NaN as its values. Buffers in float16 or bfloat16 are cast too,
+    for the whole run.
 
     Args:
-        model: It.
-        dtype: Of the weights.
-        whole: Cast all of them for the whole run, where a model reads the weights of a block outside of its forward.
+        model: The model.
+        dtype: Dtype of the weights.
+        whole: Cast all weights for the whole run, for a model that reads the weights of a block outside its forward.
     """
     inner = [] if whole else list(dict.fromkeys(part for block in blocks_of(Survey(model)) for part in block.modules()))
     ours = set(map(id, inner))
@@ -86,7 +87,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> 
                 nothing = torch.full((1,), torch.nan, dtype=dtype, device=parameter.device)
                 resting[parameter] = nothing.expand(parameter.shape)
                 parameter.data = resting[parameter]
-        for part in inner:  # before every other hook, so that casts that follow the weights see the lent ones
+        for part in inner:  # before every other hook, so casts that follow the weights see the new dtype
             before(part, begin, first=True, key=key)
             after(part, end, key=key)
         with buffers_as(model, _half_buffers_in(model, dtype)):
@@ -100,7 +101,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> 
 
 @contextlib.contextmanager
 def buffers_as(model: nn.Module, values: Mapping[Place, torch.Tensor]) -> Generator[None]:
-    """Run a model with other values in some buffers, by module path and name; on their device, in their own dtype."""
+    """Run a model with other values for some buffers, by module path and name. The values are moved to their device."""
     modules = dict(model.named_modules())
     held: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -126,8 +127,8 @@ def _half_buffers_in(model: nn.Module, dtype: torch.dtype) -> dict[Place, torch.
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Generator[None]:
-    """Run a model in evaluation mode; put back whatever a forward changes, each module's mode and plain attributes,
-    buffers and their values, and the random states.
+    """Run a model in evaluation mode, and restore afterwards what a forward may change: the mode and attributes of
+    each module, buffers and their values, and the random states.
     """
     modules = list(model.modules())
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -156,10 +157,10 @@ def _put_back(now: dict[str, Any], was: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def parts_cast_their_input(model: nn.Module) -> Generator[None]:
-    """Cast what goes into each submodel, and into each module with weights of its own, to the dtype of its weights.
+    """Cast the input of each submodel, and of each module with weights, to the dtype of its weights.
 
-    For models that cast by hand inside their forward, to a dtype that their parts do not have in this run. Where
-    autocast casts by itself, it is left to do so.
+    For models whose forward casts to a dtype that their parts do not have in this run. The inputs of linear layers
+    and convolutions are left to autocast if it is enabled.
     """
     survey = Survey(model)
     parts = [s.model for s in survey.submodels if s.path]
@@ -186,7 +187,7 @@ def _cast_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in plain containers, cast."""
+    """Return a value with the floating-point tensors in it, also in plain containers, cast."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.element_size() >= 2 else value
     if isinstance(value, ModelOutput):
@@ -197,10 +198,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class CastsSeen(operators.DispatchMode):
-    """Notes where a run makes float16 or bfloat16 of wider numbers.
+    """Records where a run casts wider numbers to float16 or bfloat16.
 
     Attributes:
-        places: File and line of the model's own code, with how often.
+        places: Number of casts by file and line of the model's own code.
     """
 
     def __init__(self) -> None:
@@ -208,7 +209,7 @@ class CastsSeen(operators.DispatchMode):
         self.places: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at it."""
+        """Run an operation, and record it if it is such a cast."""
         out = func(*args, **(kwargs or {}))
         if func is operators.to_copy and out.dtype in HALF and args[0].dtype in (torch.float32, torch.float64):
             where = _outside_torch()
@@ -217,16 +218,16 @@ class CastsSeen(operators.DispatchMode):
 
 
 def _outside_torch() -> str:
-    """File and line of the innermost frame that is neither torch's nor ours."""
+    """Return file and line of the innermost frame outside torch and hfpatch."""
     tools = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     frames = (f for f in reversed(traceback.extract_stack(limit=40)) if not f.filename.startswith(tools))
     frame = next(frames, None)
-    return "code that cannot be told" if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
+    return "unknown code" if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 @contextlib.contextmanager
-def hearing_of_blocks(blocks: Iterable[nn.Module], tick: Callable[[], None]) -> Generator[None]:
-    """Call a function each time a block begins."""
+def at_each_block(blocks: Iterable[nn.Module], tick: Callable[[], None]) -> Generator[None]:
+    """Call a function at the start of each block's forward."""
     key = new_key()
     listening = list(blocks)
     try:

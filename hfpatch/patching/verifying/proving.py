@@ -1,4 +1,4 @@
-"""The proof of a patch: its own cases, built, planned, patched and run."""
+"""Runs the cases of a patch: each is built, planned, patched and checked for the symptom."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
 from hfpatch.model.survey import Survey
-from hfpatch.patching.deciding import ask, decide
+from hfpatch.patching.deciding import decide, opt_in
 from hfpatch.patching.decision import Decisions
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
@@ -23,7 +23,16 @@ NO_GPU = "skipped: no GPU"
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How a patch did on one of its cases. One that needs a GPU and finds none is skipped, which is not passed."""
+    """The result of a patch on one of its cases. A case that needs a GPU is skipped without one: `passed` is False.
+
+    Attributes:
+        patch: Id of the patch.
+        kind: `repro` or `left alone`.
+        case: The case as text.
+        passed: True if the case was run and passed.
+        text: A sentence about the run.
+        skipped: True if the case was not run.
+    """
 
     patch: str
     kind: str
@@ -34,16 +43,16 @@ class CaseResult:
 
     @property
     def word(self) -> str:
-        """Return passed, failed or skipped."""
+        """`passed`, `failed` or `skipped`."""
         return "skipped" if self.skipped else "passed" if self.passed else "failed"
 
 
 class CaseResults(Shown, list[CaseResult]):
-    """How patches did on their cases; a list that prints as a table."""
+    """The results of patches on their cases: a list that prints as a table."""
 
     @property
     def skipped(self) -> int:
-        """Return the number of cases that were not run because they need a GPU."""
+        """The number of cases that were not run because they need a GPU."""
         return sum(r.skipped for r in self)
 
     @property
@@ -52,7 +61,7 @@ class CaseResults(Shown, list[CaseResult]):
         return all(r.passed or r.skipped for r in self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON: passed, skipped, cases (patch, kind, case, passed, text, skipped)."""
+        """Return passed, skipped and cases (patch, kind, case, passed, text, skipped), for JSON."""
         return {"passed": self.passed, "skipped": self.skipped, "cases": [asdict(r) for r in self]}
 
     def sheet(self) -> Sheet:
@@ -65,7 +74,11 @@ class CaseResults(Shown, list[CaseResult]):
 
 
 def prove_patch(entry: Entry) -> CaseResults:
-    """Run every case of a patch."""
+    """Run every case of a patch.
+
+    Raises:
+        InputError: `entry` is not an entry of `hfpatch.list_patches()`.
+    """
     if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
     cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
@@ -73,7 +86,7 @@ def prove_patch(entry: Entry) -> CaseResults:
 
 
 def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
-    """Run one case: a `repro` must show the symptom and lose it, a `left alone` case must not be patched."""
+    """Run one case: a `repro` must show the symptom and lose it when patched; `left alone` must not be patched."""
     if case.device == "cuda" and not torch.cuda.is_available():
         return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
     try:
@@ -91,7 +104,7 @@ def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
 
 
 def try_repro(entry: Entry, case: Case) -> CaseResult:
-    """Show the symptom on the unpatched case and its absence on the patched one."""
+    """Run a repro: it passes if the symptom shows on the unpatched model and not on the patched one."""
     trial = build(case)
     before = entry.patch.symptom(trial)
     made = plan_alone(entry, trial.model, asked=True)
@@ -110,7 +123,13 @@ def _try_negative(entry: Entry, case: Case) -> CaseResult:
 
 
 def plan_alone(entry: Entry, model: object, *, asked: bool) -> Decisions:
-    """Return the plan of one patch, named (`asked`) or not, its upstream bodies trusted unseen: for its own cases."""
+    """Return the plan of one patch for a case of its own, without a check of upstream methods.
+
+    Args:
+        entry: The patch.
+        model: The model of the case.
+        asked: True to plan as if the caller had named the patch.
+    """
     survey = Survey(model)
-    decided = decide(entry, survey, None, entry.patch.options, on_bodies=lambda _entry, _context: None)
-    return Decisions(type(survey.root).__name__, tuple(ask(d, asked) for d in decided))
+    decided = decide(entry, survey, None, entry.patch.options, check_upstream=lambda _entry, _context: None)
+    return Decisions(type(survey.root).__name__, tuple(opt_in(d, asked) for d in decided))

@@ -1,4 +1,4 @@
-"""A case of a patch, built and run: what the model puts out, and what it should."""
+"""Builds and runs a case of a patch: the model's outputs and the reference."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from hfpatch.patching.verifying.case import Case
 
 @dataclass(frozen=True)
 class Trial:
-    """A built case. `model` may be patched; `master` is not: the same weights in float32, with eager attention.
+    """A built case.
 
-    Buffers of the master are not rounded, those of the model are cast with it.
+    Attributes:
+        case: Its description.
+        model: The model to patch, in the case's dtype.
+        master: The same weights in float32, with eager attention and never patched. Its buffers are not rounded.
     """
 
     case: Case
@@ -45,28 +48,28 @@ class Trial:
         return real
 
     def logits(self) -> torch.Tensor:
-        """Logits of the model at real tokens `[tokens, vocabulary]`, in float32."""
+        """Run the model; return its logits at real tokens, `[tokens, vocabulary]` in float32."""
         return self._run(self.model, self.case.autocast)
 
     @cached_property
     def reference(self) -> torch.Tensor:
-        """Logits of the same weights in float32."""
+        """Logits of the same weights in float32, as `logits` returns them."""
         return self._run(self.master, None)
 
     @cached_property
     def bfloat16(self) -> torch.Tensor:
-        """Logits of the same weights in bfloat16."""
+        """Logits of the same weights in bfloat16, as `logits` returns them."""
         return self._run(copy.deepcopy(self.master).bfloat16(), None)
 
     def bad_gradients(self) -> list[str]:
-        """Parameters whose gradients of the mean squared logit are not finite."""
+        """Run a backward pass of the mean squared logit; return the names of parameters with non-finite gradients."""
         self.model(**self._inputs(self.model)).logits.float().square().mean().backward()
         bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         self.model.zero_grad(set_to_none=True)
         return bad
 
     def error(self, logits: torch.Tensor) -> float:
-        """Relative L2 distance from the reference; NaN where the logits are."""
+        """Return the relative L2 distance of logits from the reference; NaN if the logits hold NaN."""
         return float(((logits - self.reference).norm() / self.reference.norm()).item())
 
     def _run(self, model: nn.Module, autocast: str | None) -> torch.Tensor:
@@ -82,12 +85,15 @@ class Trial:
 
 
 def token_ids(case: Case) -> torch.Tensor:
-    """Token ids `[2, tokens]` of a case, always the same."""
+    """Return the token ids of a case, `[2, tokens]`, always the same."""
     return (torch.arange(2 * case.tokens).reshape(2, -1) * 7 + 3) % VOCABULARY
 
 
 def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
-    """Token ids as a model takes them; a decoder beside an encoder gets the same ones, or what goes with a sound."""
+    """Return a model's inputs for token ids; a decoder beside a text encoder gets the same ids.
+
+    An encoder of another modality, e.g. sound, gets an example input.
+    """
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}
@@ -97,17 +103,17 @@ def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def build(case: Case) -> Trial:
-    """Build a case. The reference has the weights as rounded to the case's dtype, and buffers in float32.
+    """Build a case. The reference has the weights rounded to the case's dtype, and buffers in float32.
 
     Raises:
-        InputError: The case names no architecture or composite there is, or a glob that matches nothing.
+        InputError: The case names an unknown architecture or composite, or a glob that matches nothing.
     """
     llm = tiny_model(case.architecture, **case.config)
     rescale(llm, case.scale, case.fill)
     if case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))
     if case.inside is not None and case.inside not in COMPOSITES:
-        raise InputError(f"Case(inside={case.inside!r}): want one of {', '.join(COMPOSITES)}")
+        raise InputError(f"Case(inside={case.inside!r}): no such composite; there are: {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
     dtype: torch.dtype = getattr(torch, case.dtype)
     master = nn.Module.to(copy.deepcopy(model), case.device).eval()

@@ -1,4 +1,4 @@
-"""One model on one batch, as it is and in other dtypes, against float32, with the patches it carries."""
+"""`hfpatch.verify`: a patched or unpatched model on a batch, compared with float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfpatch.patching.context import Context, Target
 from hfpatch.patching.record import Record, logged
 from hfpatch.patching.verifying.compare import Edited, compare
 from hfpatch.patching.verifying.figures import Proof
-from hfpatch.patching.writing import lifted
+from hfpatch.patching.writing import suspended
 
 if TYPE_CHECKING:
     from hfpatch.patching.arguments import Names
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 
 def verify(model: object, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
-    """Run a model on a batch as it is, and in other dtypes, and hold each against float32 with the same weights.
+    """Run a model on a batch as it is and in other dtypes, and compare each run with float32 with the same weights.
 
-    Patches that it carries are judged as `Applied.verify` does; without any, this compares dtypes. The loss is the
-    model's own. The model is left as it was, and no second copy of its weights is made.
+    If the model carries patches, they are measured as by `Applied.verify`; otherwise this compares dtypes. The loss is
+    the model's own. The model is not changed, and no second copy of its weights is made.
 
     Args:
-        model: A module, however wrapped, or an object whose `.model` is one (a Trainer).
-        batch: Keyword arguments of the model: `input_ids [batch, tokens]` and what else it takes. A causal model that
-            is given no labels gets `input_ids`, without padding, as labels.
-        runs: Names of the rows wanted, e.g. `["as it is", "bfloat16 weights"]`; all if not given.
+        model: A module, wrapped or not, or an object whose `.model` is one (a Trainer).
+        batch: Keyword arguments of the model: `input_ids [batch, tokens]` and any others. A causal model without labels
+            gets `input_ids`, without padding, as labels.
+        runs: Names of the rows to run, e.g. `["as it is", "bfloat16 weights"]`; None for all.
 
     Returns:
-        Loss, KL and top-1 of each row; on a GPU time and memory of a step. Prints as a table.
+        Loss, KL divergence and top-1 agreement of each row; on a GPU also time and memory of a forward pass. Prints as
+        a table.
 
     Raises:
         NotAModelError: `model` holds no torch module.
@@ -52,14 +53,14 @@ def prove(
     batch: Mapping[str, Any],
     runs: Names = None,
 ) -> Proof:
-    """Hold a model on a batch against float32, judging these records by the effects that a plan says they have."""
+    """Compare a model on a batch with float32; the effects of its edits are those in the plan."""
     effects = {(id(e.module), e.change.place, d.patch): d.effect for d in made.of("applied") for e in d.edits}
     edits = [Edited(m, r, str(effects.get((id(m), r.change.place, r.patch), "unknown"))) for m, r in log]
     return compare(root, batch, edits, runs)
 
 
 def _carried(root: nn.Module) -> list[Edited]:
-    """Every edit a model carries, with the effect it has on this model, for whoever lost the handle."""
+    """Return every edit that a model carries, with its effect on this model."""
     log = [(module, record) for _, module, record in logged(root)]
     out: list[Edited] = []
     for patch in dict.fromkeys(record.patch for _, record in log):
@@ -71,13 +72,13 @@ def _carried(root: nn.Module) -> list[Edited]:
 def _effects(root: nn.Module, patch: str, log: Sequence[tuple[nn.Module, Record]]) -> list[str]:
     try:
         effect = registry.get(patch).patch.effect
-    except UnknownPatchError:  # of a package that is not installed here
+    except UnknownPatchError:  # a patch of a package that is not installed here
         return ["unknown"] * len(log)
     if not callable(effect):
         return [effect] * len(log)
     options = registry.get(patch).patch.options
     out: list[str] = []
-    with lifted(root, log):
+    with suspended(root, log):
         survey = Survey(root)
         for module, _ in log:
             path = survey.path(module)

@@ -1,4 +1,4 @@
-"""What a probe run hears: each 1 that is added to a tanh, what the sum is multiplied by, and what made the argument."""
+"""Records each 1 + tanh in a probe run: the factors that multiply it, and the origin of tanh's argument."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ KEEPS_ZERO = SHAPING | {"neg", "dropout"}
 
 
 @dataclass
-class Seen:
-    """One place where 1 was added to a tanh.
+class OnePlusTanh:
+    """One addition of 1 to a tanh.
 
     Attributes:
         owner: Id of the module whose own call added it.
-        argument: Of the tanh, as it was.
-        sums: The sum, and what was made of it by casts and changes of shape.
-        zero: The argument was 0 because all that made it is: a linear layer, or a parameter, of zeros.
-        multiplied: The sum was a factor of a product.
-        given: The sum was given out by the module that was run.
-        spoiled: Why it is no modulation; empty where it is one.
-        obstacle: Why it cannot be replaced; empty where it can.
+        argument: A copy of the argument of tanh.
+        sums: The sum, and the results of casts and changes of shape of it.
+        zero: True if the argument was 0 because it was computed from parameters that are all 0.
+        multiplied: True if the sum was a factor of a product.
+        given: True if the module that was run returned the sum.
+        spoiled: Why it is not a modulation; empty if it is one.
+        obstacle: Why it cannot be replaced; empty if it can.
     """
 
     owner: int
@@ -47,13 +47,13 @@ class Seen:
 
 
 @dataclass
-class Zeros:
-    """Which parameters are all zero; asked again when one was written to."""
+class ZeroParameters:
+    """Caches which parameters are all zero, until they are written to."""
 
     known: dict[int, tuple[torch.Tensor, int, bool]] = field(default_factory=dict[int, tuple[torch.Tensor, int, bool]])
 
     def has(self, value: Any) -> bool:
-        """Whether it is a parameter, loaded, of zeros."""
+        """True for a loaded parameter that is all zero."""
         if not isinstance(value, nn.Parameter) or value.is_meta:
             return False
         there = self.known.get(id(value))
@@ -63,25 +63,25 @@ class Zeros:
         return there[2]
 
 
-class Listening(Watch):
-    """Notes each 1 + tanh of one run.
+class OnePlusTanhRecorder(Watch):
+    """A mode that records each 1 + tanh of one run.
 
     Args:
-        zeros: Shared by the runs of one stand-in.
+        zeros: The cache that the runs of one stand-in share.
     """
 
-    def __init__(self, zeros: Zeros) -> None:
+    def __init__(self, zeros: ZeroParameters) -> None:
         super().__init__()
-        self.noted: list[Seen] = []
+        self.noted: list[OnePlusTanh] = []
         self.zeros = zeros
         self.made_zero: list[torch.Tensor] = []
 
     def one_plus(self, tanh: Tanh, run: Any) -> Any:
-        """Note it."""
+        """Record the sum, and return it unchanged."""
         out = run()
         owner, inside_checkpoint = _caller()
         zero = self._is_zero(tanh.argument) and not tanh.argument.is_meta and not bool(tanh.argument.any())
-        seen = Seen(owner, tanh.argument.detach().clone(), [out], zero)
+        seen = OnePlusTanh(owner, tanh.argument.detach().clone(), [out], zero)
         if inside_checkpoint:
             seen.obstacle = (
                 "it checkpoints the part of itself that has 1 + tanh, which would be recomputed without the patch; "
@@ -91,13 +91,13 @@ class Listening(Watch):
         return out
 
     def given(self, output: Any) -> None:
-        """What the module that was run gave."""
+        """Mark the sums that the module returned."""
         for value in _tensors(output):
             for seen in self.noted:
                 seen.given = seen.given or any(s is value for s in seen.sums)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As `Watch`; and look at what is made of zeros and of the sums."""
+        """Run a function, and follow zeros and sums through it."""
         kwargs = kwargs or {}
         out = super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
@@ -113,14 +113,14 @@ class Listening(Watch):
         zero = self._is_zero(args[0] if args else kwargs["input"])
         out = super()._tanh(func, name, args, kwargs)
         if zero:
-            self.made_zero.append(self.seen[-1].argument)  # a copy of it, where tanh writes to it
+            self.made_zero.append(self.seen[-1].argument)  # a copy of the argument if tanh writes to it
         return out
 
     def _is_zero(self, value: Any) -> bool:
         return any(value is t for t in self.made_zero) or self.zeros.has(value)
 
     def _gives_zero(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a result is zero by what went in, whatever else did."""
+        """True if the result is zero because of zero arguments, whatever the other arguments are."""
         given = [*args, *kwargs.values()]
         if name == "linear":
             bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
@@ -135,7 +135,7 @@ class Listening(Watch):
         plain = name.strip("_").removeprefix("i")
         for seen in self.noted:
 
-            def has(value: Any, seen: Seen = seen) -> bool:
+            def has(value: Any, seen: OnePlusTanh = seen) -> bool:
                 return any(value is s for s in seen.sums)
 
             if name in SHAPING and args and has(args[0]):
@@ -154,7 +154,7 @@ class Listening(Watch):
 def _spoiled(argument: torch.Tensor, factor: Any) -> str:
     constant = isinstance(factor, torch.Tensor) and factor.ndim == 0 and type(factor) is torch.Tensor
     if isinstance(factor, (int, float)) or (constant and not factor.is_meta):
-        return "" if float(factor) == 1 else f"1 + tanh is scaled by {float(factor):g} there: its middle is not 1"
+        return "" if float(factor) == 1 else f"1 + tanh is scaled by {float(factor):g} there, so it is not 1 at 0"
     if isinstance(factor, torch.Tensor) and factor.shape == argument.shape and not factor.is_meta:
         for u in (factor, 2 * factor):
             gelu = GELU[0] * (u + GELU[1] * u**3)
@@ -178,7 +178,7 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _caller() -> tuple[int, bool]:
-    """Id of the innermost module whose call is running, and whether it checkpoints what runs now."""
+    """Return the id of the innermost module whose call is running, and True if it is inside a checkpoint there."""
     frame, inside = frame_at(0), False
     while frame is not None:
         inside = inside or frame.f_code.co_filename == CHECKPOINT
