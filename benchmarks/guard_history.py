@@ -214,12 +214,16 @@ def walk(args: Any, model: Any, parameters: list[Any], optimizer: Any, loss_of: 
 def report(directory: Path) -> dict[str, Any]:
     """All runs of a directory as a table."""
     runs = [json.loads(p.read_text()) for p in sorted(directory.glob("*.json"))]
-    facts = {k: v for k, v in runs[0].items() if k in ("device", "torch", "transformers", "peft", "hfpatch", "python")}
+    facts = {k: runs[0][k] for k in ("title", "device", "versions")}
+    facts["command"] = "python benchmarks/guard_history.py run, for each row and seed; then report"
+    print(f"# {facts['title']}\n\n- command: `{facts['command']}`\n- device: {facts['device']}")
+    print(f"- versions: {', '.join(f'{k} {v}' for k, v in facts['versions'].items())}")
     rows = []
     for what in dict.fromkeys(r["what"] for r in runs):
         for rule in RULES:
             mine = [r for r in runs if r["what"] == what and r["rule"] == rule]
             if mine:
+                seeds = ", ".join(str(r["seed"]) for r in sorted(mine, key=lambda r: r["seed"]))
                 total = {k: sum(r[k] for r in mine) for k in ("planted", "spikes skipped", "healthy skipped")}
                 total |= {
                     k: sum(r[k] for r in mine) for k in ("spikes clipped", "healthy clipped", "above 10", "steps")
@@ -228,7 +232,12 @@ def report(directory: Path) -> dict[str, Any]:
                 rows.append(
                     {"what": f"{what}, {mine[0]['weights']}", "rule": rule, **total, "final loss by seed": ends}
                 )
-    table("Planted spikes, sums over the seeds", rows)
+    table(
+        "Planted spikes, sums over the seeds",
+        rows,
+        "\n`above 10`: healthy steps with a norm above 10 times the median of the 64 healthy steps before. A seed that is "
+        "missing was cut off by a time limit.",
+    )
     return {**facts, "rows": rows}
 
 

@@ -8,9 +8,9 @@ from .blackbox.box import BlackBox as BlackBox
 from .blackbox.bundle import Bundle as Bundle
 from .blackbox.rerun import Rerun as Rerun
 from .guarding.callback import GuardCallback as GuardCallback
+from .guarding.checking.hazard import Hazards as Hazards
+from .guarding.checking.hazards import check as check
 from .guarding.guard import Guard as Guard
-from .guarding.hazard import Hazards as Hazards
-from .guarding.hazards import check as check
 from .guarding.helpers import GradientReport as GradientReport
 from .guarding.helpers import gradient_report as gradient_report
 from .guarding.helpers import validate_loss as validate_loss

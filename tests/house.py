@@ -29,6 +29,7 @@ SUITES = ("quick", "test")
 OURS = {
     "_hfpatch": "key of the records that a module carries",
     "_facts": "a slot of `Outcome`",
+    "_norms": "a slot of `Outcome`",
     "_fields": "Python's documented name of what a named tuple holds",
 }
 """Names with an underscore, as text outside `compat`, that are no private names of another package."""

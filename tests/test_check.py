@@ -32,9 +32,9 @@ from transformers import (
 )
 
 from hfpatch.errors import InputError, NotAModelError
+from hfpatch.guarding.checking.hazard import Hazard, Hazards
+from hfpatch.guarding.checking.hazards import check
 from hfpatch.guarding.checks import can_unscale
-from hfpatch.guarding.hazard import Hazard, Hazards
-from hfpatch.guarding.hazards import check
 from hfpatch.lab.tiny import SpeechLLM, tiny_config, tiny_model
 from hfpatch.model.source import build_on_meta
 from tests.test_guard_trainer import logs, trainer

@@ -26,11 +26,11 @@ def check(
 
     JSON: `{"model", "hazards": [{id, certain, reason, change}], "remarks"}`.
     """
-    from hfpatch.guarding.settings import settings_file
+    from hfpatch.guarding.checking.settings import settings_file
 
     given = None if args is None else settings_file(args)  # checked before torch is imported
     quiet_transformers()
-    from hfpatch.guarding.hazards import check as look
+    from hfpatch.guarding.checking.hazards import check as look
     from hfpatch.model.source import build_on_meta, load_config
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))

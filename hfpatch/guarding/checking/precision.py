@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hfpatch.dtypes import dtype_name
+from hfpatch.guarding.checking.hazard import Hazard
+from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import can_unscale, clean_name, quantised, zero_eps
-from hfpatch.guarding.hazard import Hazard
-from hfpatch.guarding.subject import Subject
 from hfpatch.inspecting import facts
 from hfpatch.model.roles import weights_dtype
 

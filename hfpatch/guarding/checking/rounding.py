@@ -10,10 +10,10 @@ from torch import nn
 
 from hfpatch.compat.modules import buffers as own_buffers
 from hfpatch.dtypes import dtype_name
+from hfpatch.guarding.checking.hazard import Hazard
+from hfpatch.guarding.checking.measured import HALF, Measurement
+from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
-from hfpatch.guarding.hazard import Hazard
-from hfpatch.guarding.measured import HALF, Measurement
-from hfpatch.guarding.subject import Subject
 from hfpatch.model.rebuilt import as_loaded
 from hfpatch.model.walk import starred
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hfpatch.dtypes import dtype_name
-from hfpatch.guarding.hazard import Hazard
-from hfpatch.guarding.rehearsal import Raised, Rehearsal, rehearse, stream_into
-from hfpatch.guarding.subject import Subject
+from hfpatch.guarding.checking.hazard import Hazard
+from hfpatch.guarding.checking.rehearsal import Raised, Rehearsal, rehearse, stream_into
+from hfpatch.guarding.checking.subject import Subject
 from hfpatch.inspecting import facts
 from hfpatch.model.walk import starred, stock_class
 

@@ -23,7 +23,7 @@ from hfpatch.model.source import REJECTIONS
 if TYPE_CHECKING:
     from torch import nn
 
-    from hfpatch.guarding.settings import Settings
+    from hfpatch.guarding.checking.settings import Settings
 
 ITEMS = "num_items_in_batch"
 _LOSS = re.compile(r"loss|cross_entropy|nll|criterion|ctc", re.IGNORECASE)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hfpatch.given import MAPPING, optional, want
-from hfpatch.guarding import forwards, measured, precision, rounding
-from hfpatch.guarding.hazard import Hazard, Hazards
-from hfpatch.guarding.measured import Measurement
-from hfpatch.guarding.subject import Subject
+from hfpatch.guarding.checking import forwards, measured, precision, rounding
+from hfpatch.guarding.checking.hazard import Hazard, Hazards
+from hfpatch.guarding.checking.measured import Measurement
+from hfpatch.guarding.checking.subject import Subject
 
 MAKE_NO_NAN = ("nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off")
 """Hazards that make no NaN, so the log hides nothing about them."""

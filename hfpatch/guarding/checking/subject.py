@@ -13,9 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.errors import InputError
 from hfpatch.given import shown
+from hfpatch.guarding.checking.forwards import is_reentrant
+from hfpatch.guarding.checking.settings import Settings, read_settings
 from hfpatch.guarding.checks import clean_name, trained_parameters
-from hfpatch.guarding.forwards import is_reentrant
-from hfpatch.guarding.settings import Settings, read_settings
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import kind_of, unwrap
