@@ -235,8 +235,8 @@ def report(directory: Path) -> dict[str, Any]:
     table(
         "Planted spikes, sums over the seeds",
         rows,
-        "\n`above 10`: healthy steps with a norm above 10 times the median of the 64 healthy steps before. A seed that is "
-        "missing was cut off by a time limit.",
+        "\n`above 10`: healthy steps with a norm above 10 times the median of the 64 healthy steps before.",
+        "A seed that is missing was cut off by a time limit.",
     )
     return {**facts, "rows": rows}
 
