@@ -230,7 +230,13 @@ def report(directory: Path) -> dict[str, Any]:
                 }
                 ends = ", ".join(f"{r['final loss']:.3f}" for r in sorted(mine, key=lambda r: r["seed"]))
                 rows.append(
-                    {"what": f"{what}, {mine[0]['weights']}", "rule": rule, **total, "final loss by seed": ends}
+                    {
+                        "what": f"{what}, {mine[0]['weights']}",
+                        "rule": rule,
+                        "seeds": seeds,
+                        **total,
+                        "final loss by seed": ends,
+                    }
                 )
     table(
         "Planted spikes, sums over the seeds",

@@ -245,7 +245,7 @@ def test_codes_of_decisions() -> None:
 
 def test_every_hazard_and_skip_has_a_code_of_the_list(shown: dict[str, Any]) -> None:
     given: set[str] = set()
-    for file in (ROOT / "hfpatch" / "guarding").glob("*.py"):
+    for file in (ROOT / "hfpatch" / "guarding").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Hazard":
                 given.add(ast.literal_eval(node.args[0]))
