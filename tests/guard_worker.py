@@ -80,7 +80,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 def main(mode: str, folder: str) -> None:
     rank, world, model, optimizer, scheduler, extra = made(mode)
     on_device = mode.endswith("fused")
-    guard = Guard(model, optimizer, scheduler, on_device=on_device, max_skips=4, verbose=False, **extra)
+    guard = Guard(
+        model, optimizer, scheduler, explode_at=100.0, on_device=on_device, max_skips=4, verbose=False, **extra
+    )
     said, norms, digests = [], [], []
     accelerator = extra.get("accelerator")
     for step in range(STEPS):

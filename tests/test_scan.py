@@ -695,7 +695,7 @@ def test_a_worker_that_dies_costs_one_answer(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(subprocess, "Popen", the_first_dies)
     with worker_module.measured([lot, lot, lot], processes=1) as answers:
         lost, *answered = answers
-    assert lost == "the process that read it ended (it became shorter meanwhile, or its disk fails)"
+    assert lost == "the process that read the file ended (the file was truncated while it was read, or the disk fails)"
     (held,), again = answered
     assert isinstance(held, values_module.Values)
     assert held.largest == 1

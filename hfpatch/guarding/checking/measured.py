@@ -177,7 +177,7 @@ def gradients(found: Measurement) -> Iterator[Hazard]:
     dead = [n for n in step.gradients if (n in step.called or not step.backward) and without_gradient(step, n)]
     if dead and found.reentrant:
         other = found.run(reentrant=False)
-        freed = [n for n in dead if other.raised is None and not without_gradient(other, n)]
+        freed = [n for n in dead if step.gradients[n] is None and other.gradients.get(n) is not None]
         if freed:
             ends = "the loss has no graph, and backward raises" if not step.backward else "silently, while others do"
             yield Hazard(
