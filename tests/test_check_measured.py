@@ -327,3 +327,11 @@ def test_a_composite_of_the_card() -> None:
 def test_a_batch_with_other_keys() -> None:
     with pytest.raises(InputError, match="does not take this batch"):
         hfpatch.check(Unused(), {}, batch={**BATCH, "pixels": IDS})
+
+
+def test_a_log_hides_a_nan_only_where_one_can_come() -> None:
+    model = tiny_model("llama").bfloat16()
+    found = hfpatch.check(model, {"bf16": True, "learning_rate": 1e-6}, batch=BATCH)
+    assert found.ids == ("steps-lost", "buffers-cast")
+    masked = hfpatch.check(model, {"bf16": True}, batch={**BATCH, "labels": torch.full_like(IDS, -100)})
+    assert "nan-hidden-from-log" in masked.ids

@@ -15,7 +15,11 @@ from hfpatch.guarding.checking.hazard import Hazard, Hazards
 from hfpatch.guarding.checking.measured import Measurement
 from hfpatch.guarding.checking.subject import Subject
 
-MAKE_NO_NAN = ("nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off")
+MAKE_NO_NAN = (
+    "nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off", "step-raises",
+    "loss-like-a-guess", "no-gradient", "zero-gradient", "steps-lost", "accumulation-rounds", "buffers-cast",
+    "full-eval-stays", "embedding-scale", "joined-too-large",
+)  # fmt: skip
 """Hazards that make no NaN, so the log hides nothing about them."""
 
 SHOWN = 5
