@@ -79,7 +79,8 @@ def advice(finding: Finding, model: object) -> tuple[str, ...]:
     decisions = _decisions(finding, model)
     if runnable := _runnable(decisions):
         return (f"try: hfpatch.apply(model, only={list(runnable)})",)
-    return (*(_unhelpful(d) for d in decisions), _unpatched(finding, "other patch" if decisions else "patch"))
+    of_its_kind = [d for d in decisions if d.vital is not None] or decisions[:1]  # others are for other architectures
+    return (*map(_unhelpful, of_its_kind), _unpatched(finding, "other patch" if decisions else "patch"))
 
 
 def answering(finding: Finding, model: object) -> tuple[str, ...]:

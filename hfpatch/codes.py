@@ -27,7 +27,8 @@ DecisionCode = Literal[
     "no-such-place",
     "property",
     "compiled",
-    "changed-upstream",
+    "not-cured",
+    "foreign-code",
     "transformers-version",
 ]
 
@@ -46,7 +47,8 @@ DECISIONS: dict[DecisionCode, str] = {
     "no-such-place": "a module to be edited was not found",
     "property": "the attribute to be set is a property of the module's class",
     "compiled": "the model was compiled and called, and would ignore the edit",
-    "changed-upstream": "code of another package that the patch relies on differs from the version it was proved with",
+    "not-cured": "a run on a tiny model showed that the patch does not cure the fault there",
+    "foreign-code": "the patch relies on a forward that is not transformers' own, and no case runs it",
     "transformers-version": "written for other releases of transformers",
 }
 """Code -> what it means."""

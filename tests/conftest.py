@@ -10,7 +10,9 @@ import gc
 import importlib.util
 import inspect
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -38,6 +40,14 @@ SLOW = ("ranks", "packaging", "notebooks", "heatmap", "foreign_hooks", "readme",
 def starts_processes(function: Callable[..., object]) -> bool:
     source = inspect.getsource(function)
     return any(word in source for word in STARTS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the proofs that plans run in a folder of this run, not in the user's cache."""
+    if not hasattr(config, "workerinput"):  # workers get the environment of the process that starts them
+        folder = tempfile.TemporaryDirectory(prefix="hfpatch-assets-")
+        os.environ["HF_ASSETS_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

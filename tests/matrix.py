@@ -24,6 +24,7 @@ from hfpatch.compat import hooks as tables
 from hfpatch.errors import HfpatchError
 from hfpatch.patching import registry
 from hfpatch.patching.record import records_of
+from hfpatch.patching.verifying.proving import repros
 from hfpatch.patching.verifying.trial import build
 from tests.fingerprint import fingerprint
 from tests.interrupts import SUBJECTS, Subject, trials
@@ -207,7 +208,7 @@ ALL = [(kind, wrapper, order) for kind in SUBJECTS for wrapper in WRAPPERS for o
 def patch_row(patch_id: str) -> Cell:
     """A patch on the first of its repros that runs here: applied, found by status, reverted."""
     entry = registry.get(patch_id)
-    case = next((c for c in entry.patch.repros if c.device == "cpu"), None)
+    case = next((c for c in repros(entry) if c.device == "cpu"), None)
     if case is None:
         return Cell(patch_id, "nothing", "before", "not run", f"{entry.patch.repros[0]}: needs a GPU")
     model = build(case).model

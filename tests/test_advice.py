@@ -18,6 +18,7 @@ from hfpatch.advice import advice, answering
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import Case
+from hfpatch.patching.verifying.proving import repros
 from hfpatch.patching.verifying.trial import build
 from hfpatch.symptoms import SYMPTOMS
 from hfpatch.tracing import trace
@@ -28,7 +29,7 @@ PROVED = [
     (name, case)
     for name, entry in registry.entries().items()
     if entry.patch.answers
-    for case in entry.patch.repros
+    for case in repros(entry)
     if not case.overflow or case.architecture in ("gemma3_text", "llama", "gpt2", "falcon", "mbart", "cohere")
 ]
 
@@ -87,9 +88,7 @@ class TestWords:
     def test_refused(self, tiny: Callable[[str], nn.Module]) -> None:
         first, second = said("residual-overflow", tiny("olmo2").half()).splitlines()
         assert first.startswith("fp16-residual-overflow fixes this, but is refused here: olmo2: ")
-        assert first.endswith(
-            "; stock alternatives: bfloat16 weights, or (but for T5) float32 weights under float16 autocast"
-        )
+        assert first.endswith("; stock alternatives: bfloat16 weights, or float32 weights under float16 autocast")
         assert second == "No other patch is known for this."
 
     def test_of_an_architecture_that_it_does_not_serve(self) -> None:
@@ -180,7 +179,7 @@ def traced(case: Case, *, patched: bool) -> Finding | None:
     """What the tracer finds in a case, with the patches that answer it or without; the advice must name them."""
     trial = build(case)
     if patched:
-        (entry,) = (e for e in registry.entries().values() if case in e.patch.repros)
+        (entry,) = (e for e in registry.entries().values() if case in repros(e))
         hfpatch.apply(trial.model, only=entry.id, verbose=False)
     with hfpatch.trace(trial.model) as t:
         logits = trial.logits()
@@ -192,6 +191,6 @@ def traced(case: Case, *, patched: bool) -> Finding | None:
     if found is not None:
         clamped = case.dtype == "float16" and trial.model.config.is_encoder_decoder  # T5's: finite, and wrong
         assert wrong or clamped
-        (entry,) = (e for e in registry.entries().values() if case in e.patch.repros)
+        (entry,) = (e for e in registry.entries().values() if case in repros(e))
         assert entry.id in answering(found, trial.model)
     return found

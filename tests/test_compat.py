@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hfpatch.compat import (
@@ -31,6 +31,7 @@ from hfpatch.compat import (
     operators,
     optimizers,
     peft,
+    ranks,
     sharding,
     trainer,
     wrappers,
@@ -776,3 +777,19 @@ def test_fsdp2_gives_a_module_s_class_the_way_to_its_state() -> None:
     assert not hasattr(layer, sharding.ACCESS)
     fully_shard(layer, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
     assert hasattr(type(layer), sharding.ACCESS)
+
+
+class TestRanks:
+    def test_no_process_group_has_no_store(self) -> None:
+        assert ranks.store() is None
+
+    def test_a_value_that_one_rank_sets_reaches_another(self) -> None:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            store = ranks.store()
+            assert store is not None
+            assert ranks.wait_for(store, "hfpatch/none", 0.1) is None
+            store.set("hfpatch/word", "a value")
+            assert ranks.wait_for(store, "hfpatch/word", 0.1) == "a value"
+        finally:
+            distributed.destroy_process_group()

@@ -20,7 +20,7 @@ import hfpatch
 from hfpatch.lab.tiny import COMPOSITES, tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, Case
-from hfpatch.patching.verifying.proving import try_case
+from hfpatch.patching.verifying.proving import repros, try_case
 from hfpatch.patching.verifying.trial import build
 from tests.fingerprint import fingerprint
 
@@ -61,15 +61,15 @@ def params(entry: registry.Entry, cases: Iterable[Case], name: Callable[[Case], 
 
 def lives(entry: registry.Entry) -> list[Case]:
     """A case for each architecture of a patch, with nothing of what makes the symptom."""
-    names = SAMPLE if ANY in entry.patch.architectures else entry.patch.architectures
+    names = SAMPLE if ANY in entry.architectures else entry.architectures
     out: list[Case] = []
     for name in names:
-        like = next((c for c in entry.patch.repros if c.architecture == name), entry.patch.repros[0])
-        out.append(replace(like, architecture=name, scale={}, fill={}, config={}, tokens=12))
+        like = next((c for c in repros(entry) if c.architecture == name), entry.patch.repros[0])
+        out.append(replace(like, architecture=name, scale={}, fill={}, config={}, layers=None, tokens=12))
     return out
 
 
-REPROS = [p for e in ENTRIES.values() for p in params(e, e.patch.repros)]
+REPROS = [p for e in ENTRIES.values() for p in params(e, repros(e))]
 NEGATIVES = [p for e in ENTRIES.values() for p in params(e, e.patch.leaves_alone)]
 PAIRS = [p for e in ENTRIES.values() for p in params(e, lives(e), lambda case: case.architecture)]
 
@@ -100,7 +100,7 @@ def test_life_of_a_patch(entry: registry.Entry, case: Case) -> None:
     live(entry, case)
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES.values() if any(map(here, e.patch.repros))], ids=lambda e: e.id)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES.values() if any(map(here, repros(e)))], ids=lambda e: e.id)
 def test_life_of_each_kind_of_edit(entry: registry.Entry) -> None:
     """On the first architecture, of those that stand for others, in which the patch makes edits of a kind."""
     lived: set[tuple[type, type]] = set()

@@ -85,7 +85,8 @@ def pair(architecture: str) -> tuple[Any, Any, Batch]:
     stock = tiny_model(architecture)
     stock = stock if architecture == "t5" else stock.half()
     patched = copy.deepcopy(stock)
-    assert hfpatch.apply(patched, only="fp16-residual-overflow", verbose=False).edits
+    only = "wo-overflow" if architecture == "t5" else "fp16-residual-overflow"
+    assert hfpatch.apply(patched, only=only, verbose=False).edits
     ids = torch.arange(1, 9)[None]
     batch = {"input_ids": ids}
     return stock, patched, {**batch, "decoder_input_ids": ids} if stock.config.is_encoder_decoder else batch

@@ -26,7 +26,8 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def fix(model: nn.Module, **options: Any) -> hfpatch.Applied:
-    return hfpatch.apply(model, verbose=False, only="fp16-residual-overflow", **options)
+    only = "wo-overflow" if model.config.model_type == "t5" else "fp16-residual-overflow"
+    return hfpatch.apply(model, verbose=False, only=only, **options)
 
 
 SCALE = 256.0
@@ -187,4 +188,14 @@ def test_what_is_not_served_says_why(architecture: str, why: str) -> None:
 def test_where_no_stream_grows_nothing_is_needed() -> None:
     (decision,) = (d for d in hfpatch.plan(tiny_model("bart").half()).decisions if d.patch == "fp16-residual-overflow")
     assert decision.decided == "not needed"
-    assert "normalise each sum immediately" in decision.reason
+    assert "returned the output of a norm" in decision.reason
+
+
+def test_the_old_id_answers_for_t5() -> None:
+    """Until 0.1 one patch served both; its id says which one does now, and a bare apply is as before."""
+    model = tiny_model("t5").half()
+    (decision,) = hfpatch.plan(model, only="fp16-residual-overflow").decisions
+    assert (decision.decided, decision.edits) == ("not needed", ())
+    assert "wo-overflow is for this architecture" in decision.reason
+    assert {d.patch for d in hfpatch.plan(model).of("applied")} == {"wo-overflow", "fp32-attention-logits"}
+    assert not [d for d in hfpatch.plan(model).decisions if d.worst]

@@ -34,7 +34,7 @@ def test_every_patch_and_public_function_is_named() -> None:
 
 
 def test_how_many_architectures_have_their_stream_widened() -> None:
-    served = registry.get("fp16-residual-overflow").patch.architectures
+    served = registry.get("fp16-residual-overflow").proved
     assert {"gemma2", "gemma3_text"} < set(served)
     assert f"of Gemma 2 and 3 and of {len(set(served)) - 2} other architectures" in README
 

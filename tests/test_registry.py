@@ -27,6 +27,7 @@ CARD = {
     "lora-target-expansion",
     "projection-init",
     "sigmoid-modulation",
+    "wo-overflow",
 }
 
 
@@ -91,8 +92,9 @@ def test_unknown_names_list_near_ones() -> None:
 
 
 def test_list_by_architecture() -> None:
-    assert {e.id for e in hfpatch.list_patches("llama")} == CARD
-    assert {e.id for e in hfpatch.list_patches("bert")} == CARD - {"fp16-residual-overflow"}
+    assert {e.id for e in hfpatch.list_patches("llama")} == CARD - {"wo-overflow"}
+    assert {e.id for e in hfpatch.list_patches("t5")} == CARD - {"fp16-residual-overflow"}
+    assert {e.id for e in hfpatch.list_patches("bert")} == CARD - {"fp16-residual-overflow", "wo-overflow"}
     assert [e.id for e in hfpatch.list_patches()] == sorted(registry.entries())
 
 

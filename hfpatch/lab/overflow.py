@@ -12,10 +12,12 @@ from torch import nn
 
 from hfpatch.compat import hooks
 from hfpatch.errors import InputError
+from hfpatch.inspecting.layers import layer_lists
 from hfpatch.model.embed import find_embedding
+from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.roles import Stack
 from hfpatch.model.survey import Survey
-from hfpatch.model.walk import Submodel
+from hfpatch.model.walk import Submodel, starred
 
 STREAM = 68_000.0
 """Target value of the stream; the largest float16 is 65,504."""
@@ -25,6 +27,10 @@ WEIGHT = 40_000.0
 """Limit of the weights."""
 STEP = 1.2
 TRIES = 60
+
+
+class NothingGrowsError(InputError):
+    """The layers of a model normalise every sum, so their stream cannot overflow."""
 
 
 def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
@@ -41,9 +47,15 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
         The largest absolute value in the stream; with an encoder and a decoder, the smaller of the two.
 
     Raises:
+        NothingGrowsError: Each layer returns the output of a norm.
         InputError: The model has no stack of decoder layers, or its stream cannot be made to overflow alone.
     """
     found = _stacks(model)
+    if count := _normalised(model, inputs):
+        raise NothingGrowsError(
+            f"each of the {count} layers of {type(model).__name__} returned the output of a norm, so no stream grows "
+            "from layer to layer"
+        )
     if not found:
         raise InputError(f"{type(model).__name__} has no list of decoder layers; want a model with a residual stream")
     last, before = _writers(model, found, inputs)
@@ -66,6 +78,30 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
         f"{type(model).__name__}: the stream reaches {stream:.3g} and a branch {branch:.3g}; scaling did not make "
         "the stream alone overflow"
     )
+
+
+def _normalised(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Return the number of layers if each of them returned the output of a norm in it, else 0."""
+    survey = Survey(model)
+    lists = {layers.path for layers in layer_lists(survey)}
+    layers = [m for path, m in survey.modules.items() if starred(path.rpartition(".")[0]) in lists]
+    norms = [n for layer in layers for n in layer.modules() if acts_as_norm(n)]
+    normed: set[int] = set()
+    returned: dict[nn.Module, bool] = {}
+    kept: list[Any] = []  # so that no id is given out twice
+
+    def look(module: nn.Module, out: Any) -> None:
+        first = out[0] if isinstance(out, (tuple, list)) else out
+        kept.append(first)
+        if module in every:
+            returned[module] = returned.get(module, True) and id(first) in normed
+        else:
+            normed.add(id(first))
+
+    every = set(layers)
+    with _hooked([*layers, *norms], look):
+        _run(model, inputs)
+    return len(returned) if all(returned.values()) else 0
 
 
 def _largest(parameter: nn.Parameter) -> float:

@@ -76,7 +76,11 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
     want("tiny_model", architecture=(architecture, TEXT), task=(task, optional(TEXT)), seed=(seed, WHOLE))
     architecture = home(architecture)
     with _refusals(architecture, overrides):
-        config = tiny_config(architecture, **overrides)
+        return _tiny(architecture, task, seed, overrides)
+
+
+def _tiny(architecture: str, task: str | None, seed: int, overrides: Mapping[str, Any]) -> PreTrainedModel:
+    config = tiny_config(architecture, **overrides)
     tasks = [name for name, known in TASKS.items() if architecture in known]
     if task is not None and task not in tasks:
         raise InputError(
@@ -88,11 +92,21 @@ def tiny_model(architecture: str, *, task: str | None = None, seed: int = 0, **o
         )
     if reason := NOT_TINY.get(architecture):
         raise InputError(f"tiny_model({architecture!r}): {reason}")
-    cls: Any = getattr(transformers, TASKS[task or tasks[0]][architecture])
-    with torch.random.fork_rng(devices=[]), _refusals(architecture, overrides):
+    return tiny_of_class(TASKS[task or tasks[0]][architecture], config, seed)
+
+
+def tiny_of_class(name: str, config: Any, seed: int = 0) -> PreTrainedModel:
+    """Return a tiny model of a class of transformers, as `tiny_model` does.
+
+    Args:
+        name: Name of the class: `WhisperForConditionalGeneration`.
+        config: Its config, or one that holds it: `tiny_config`.
+        seed: Seed of the weights.
+    """
+    cls: Any = getattr(transformers, name)
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = initial.built(cls, _of_class(cls, config), torch.float32, "eager")
-    return model.eval()
+        return initial.built(cls, _of_class(cls, config), torch.float32, "eager").eval()
 
 
 @contextmanager

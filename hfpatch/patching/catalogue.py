@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from hfpatch.given import TEXT, optional, want
 from hfpatch.patching import registry
-from hfpatch.patching.language import ANY, HEADINGS, Case
+from hfpatch.patching.language import ANY, HEADINGS, Case, NotNeeded
 from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet, Shown
 
@@ -41,7 +41,7 @@ class Catalogue(Shown, Sequence[Entry]):
 
     def sheet(self) -> Sheet:
         """Return a table with a row per patch."""
-        rows = tuple((e.id, e.effect, f"{e.patch.title}\n({_serves(e)})") for e in self.entries)
+        rows = tuple((e.id, e.effect, f"{e.patch.title}\n({_serves(e, few=True)})") for e in self.entries)
         return Sheet(
             f"{len(rows)} patches",
             ("patch", "effect", "what it does (architectures)"),
@@ -75,8 +75,9 @@ class Explanation(Shown):
                 patch.transformers + (f", not needed from {patch.fixed_in}" if patch.fixed_in else ""),
             ),
         ]
-        reasons = dict.fromkeys(patch.refuses.values())
-        rows += [("refuses", f"{', '.join(n for n, r in patch.refuses.items() if r == why)}: {why}") for why in reasons]
+        but = {name: why.reason if isinstance(why, NotNeeded) else why for name, why in patch.but.items()}
+        reasons = dict.fromkeys(but.values())
+        rows += [("but not", f"{', '.join(n for n, r in but.items() if r == why)}: {why}") for why in reasons]
         rows += [("option", f"{name} (default {default!r})") for name, default in patch.options.items()]
         rows += [("edit", str(edit)) for edit in patch.edits]
         rows += [("repros", text) for text in _alike(patch.repros)]
@@ -92,8 +93,7 @@ def list_patches(architecture: str | None = None) -> Catalogue:
         architecture: A `config.model_type`; None for the patches of all architectures.
     """
     want("list_patches", architecture=(architecture, optional(TEXT)))
-    found = registry.entries().values()
-    return Catalogue(tuple(e for e in found if architecture is None or e.serves(architecture)))
+    return Catalogue(tuple(registry.entries().values() if architecture is None else registry.serving(architecture)))
 
 
 def explain(patch_id: str) -> Explanation:
@@ -121,5 +121,10 @@ def _alike(cases: Iterable[Case]) -> list[str]:
     ]
 
 
-def _serves(entry: Entry) -> str:
-    return "every architecture" if ANY in entry.patch.architectures else ", ".join(entry.patch.architectures)
+def _serves(entry: Entry, *, few: bool = False) -> str:
+    """Return what a patch supports; with `few`, many architectures are counted instead of listed."""
+    names = entry.architectures
+    if ANY in names:
+        return "every architecture"
+    listed = f"{len(names)} architectures" if few and len(names) > MANY else ", ".join(names)
+    return f"{entry.patch.serves}: proved for {listed}" if entry.patch.serves else listed

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.model.survey import Survey
-    from hfpatch.model.walk import Submodel
 
-CheckUpstream = Callable[[Entry, Context], Needed | Refused | None]
-"""Checks the upstream methods that a patch depends on; returns None if all of them are known."""
+CheckProof = Callable[[Entry, Context], Needed | NotNeeded | Refused | None]
+"""Looks up the proof that a patch works on a submodel; returns None if it was proved before."""
+
+
+def no_check(_entry: Entry, _context: Context) -> None:
+    """Ask for no proof: for a case that is one."""
 
 
 def decide(
@@ -33,7 +36,7 @@ def decide(
     survey: Survey,
     compute_dtype: torch.dtype | None,
     options: Mapping[str, Any],
-    check_upstream: CheckUpstream,
+    check: CheckProof,
 ) -> list[Decision]:
     """Decide what one patch would do to each submodel it supports. Changes nothing.
 
@@ -42,39 +45,66 @@ def decide(
         survey: Of the whole object.
         compute_dtype: The dtype the model will run in, if its weights have another one now.
         options: All options of the patch.
-        check_upstream: Checks the upstream methods that the patch depends on; called only if there is an edit to make.
+        check: Looks up the proof; called only if there is an edit to make.
     """
     patch = entry.patch
     refusal = _version_refusal(entry)
     if refusal is not None:
         return [replace(refusal, patch=entry.id)]
-    served: list[Submodel | None] = [s for s in survey.submodels if entry.serves(s.architecture)]
-    if patch.whole:
-        served = [None]
     out: list[Decision] = []
-    for submodel in served:
+    for submodel in (None,) if patch.whole else survey.submodels:
         context = Context(survey, submodel, compute_dtype, options)
-        out.extend(_decide_one(entry, context, check_upstream))
+        if patch.whole or considered(entry, context):
+            out.extend(_decide_one(entry, context, check))
     for submodel in survey.submodels:
-        if submodel.architecture in patch.refuses:
-            out.append(_refused_architecture(entry, Context(survey, submodel, compute_dtype, options)))
+        if submodel.architecture in patch.but:
+            out.append(_excepted(entry, Context(survey, submodel, compute_dtype, options)))
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
-        why = f"does not support {have}: no case proves it there; it supports {_listed(patch.architectures)}"
+        why = f"does not support {have}: no case proves it there; it supports {_listed(entry.architectures)}"
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
     # Submodels for which there is nothing to do get no row each.
     distinct = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
     return list(distinct.values()) or [max(out, key=lambda d: d.already)]
 
 
-def _refused_architecture(entry: Entry, context: Context) -> Decision:
-    """Decide about a submodel whose architecture the patch refuses."""
+def considered(entry: Entry, context: Context) -> bool:
+    """True if a patch is to be decided about for a submodel; the others are told that no case proves it there.
+
+    Those are the architectures that it supports; for a patch with `serves` also those that were tried, and those that
+    can be: they have the structure, read tokens, and a tiny model of them can be built.
+    """
+    submodel, structure = context.submodel, entry.patch.serves
+    if submodel is None or submodel.architecture in entry.patch.but:
+        return False
+    if structure is None or entry.serves(submodel.architecture):
+        return entry.serves(submodel.architecture)
+    if structure.why_not(context):
+        return submodel.architecture in entry.tried
+    from hfpatch.atlas.atlas import architectures
+    from hfpatch.lab.tiny import home
+    from hfpatch.model.embed import find_embedding
+
+    return home(submodel.architecture) in architectures() and find_embedding(submodel.model) is not None
+
+
+def _unlike(own: Decision, entry: Entry, context: Context, why_not: Refused, check: CheckProof) -> Decision:
+    """Decide about a submodel without the structure that a patch serves: a proof may say that it needs none."""
+    proof = check(entry, context)
+    if isinstance(proof, NotNeeded):
+        return replace(own, decided="not needed", reason=proof.reason, code=proof.code)
+    return replace(own, reason=why_not.reason, hint=entry.patch.suggests, code=why_not.code)
+
+
+def _excepted(entry: Entry, context: Context) -> Decision:
+    """Decide about a submodel whose architecture is one of the patch's exceptions."""
     patch, submodel = entry.patch, context.submodel
     assert submodel is not None  # noqa: S101 - it has an architecture
-    verdict = patch.condition(context)
-    if isinstance(verdict, NotNeeded):
-        return Decision(entry.id, submodel.path, "not needed", verdict.reason, code=verdict.code)
-    reason = f"{submodel.architecture}: {patch.refuses[submodel.architecture]}"
+    verdict, why = patch.condition(context), patch.but[submodel.architecture]
+    unneeded = verdict if isinstance(verdict, NotNeeded) else why
+    if isinstance(unneeded, NotNeeded):
+        return Decision(entry.id, submodel.path, "not needed", unneeded.reason, code=unneeded.code)
+    reason = f"{submodel.architecture}: {why}"
     return replace(_blank(entry, context), reason=reason, hint=patch.suggests, code="known-not-to-serve")
 
 
@@ -86,7 +116,7 @@ def _blank(entry: Entry, context: Context) -> Decision:
     return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked, code="refused-here")
 
 
-def _decide_one(entry: Entry, context: Context, check_upstream: CheckUpstream) -> list[Decision]:
+def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decision]:
     patch, own = entry.patch, _blank(entry, context)
     verdict = patch.condition(context)
     if isinstance(verdict, Refused):
@@ -95,6 +125,8 @@ def _decide_one(entry: Entry, context: Context, check_upstream: CheckUpstream) -
         if mine := _in_force(context)[entry.id]:
             return [_applied_already(own, mine)]
         return [replace(own, decided="not needed", reason=verdict.reason, code=verdict.code)]
+    if patch.serves and (why_not := patch.serves.why_not(context)):
+        return [_unlike(own, entry, context, Refused(why_not, "no-such-place"), check)]
     found = _resolved(entry, context)
     if isinstance(found, Refused):
         return [replace(own, reason=found.reason, code=found.code)]
@@ -107,10 +139,12 @@ def _decide_one(entry: Entry, context: Context, check_upstream: CheckUpstream) -
     unseen = any(e.change.unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
         return [replace(own, reason=reason, lapsed=found.lapsed, code="compiled")]
-    upstream = check_upstream(entry, context)
-    if isinstance(upstream, Refused):
-        return [replace(own, reason=upstream.reason, lapsed=found.lapsed, code=upstream.code)]
-    warnings = (upstream and upstream.reason, compiled_elsewhere(context.survey) if unseen else None)
+    proof = check(entry, context)
+    if isinstance(proof, NotNeeded):
+        return [replace(own, decided="not needed", reason=proof.reason, code=proof.code)]
+    if isinstance(proof, Refused):
+        return [replace(own, reason=proof.reason, lapsed=found.lapsed, hint=patch.suggests, code=proof.code)]
+    warnings = (proof and proof.reason, compiled_elsewhere(context.survey) if unseen else None)
     reason = "; ".join((verdict.reason, *filter(None, warnings)))
     offered = verdict if isinstance(verdict, Offered) else None
     out = [

@@ -79,30 +79,19 @@ Verdict = Needed | Offered | NotNeeded | Refused
 
 
 @dataclass(frozen=True)
-class Upstream:
-    """A method of another package's classes that the patch depends on.
+class Structure:
+    """The submodels that a patch serves, by what they are: of an architecture for which its repros were proved.
 
     Args:
-        where: The modules whose classes have the method.
-        known: Digests (`hfpatch.patching.drift.digest`) of the method bodies that the patch was tested with.
-        method: Name of the method.
-
-    Raises:
-        ValueError: `known` is empty.
+        description: A noun phrase: "stacks of decoder layers with norms before the branches".
+        why_not: Returns why a submodel has not this structure; an empty text if it has.
     """
 
-    where: Selection
-    known: tuple[str, ...]
-    method: str = "forward"
-
-    def __post_init__(self) -> None:
-        if not self.known:
-            raise ValueError(
-                f"Upstream({self.where}): known is empty; give the digests of the method bodies it was tested with"
-            )
+    description: str
+    why_not: Callable[[Context], str]
 
     def __str__(self) -> str:
-        return f"{self.method} of {self.where}"
+        return self.description
 
 
 @dataclass(frozen=True)
@@ -111,17 +100,19 @@ class Patch:
 
     Args:
         title: A line that describes the fix.
-        architectures: The `config.model_type`s it supports, or `("*",)` for all.
         condition: Reads the context and returns a verdict: is the patch needed in this model?
         edits: The changes, each with the modules it applies to.
         effect: Effect on the outputs, or a function that decides it from the model.
         symptom: Returns a sentence if a trial of a case shows the fault, else None.
         repros: Cases that show the symptom without the patch and lose it with the patch.
         leaves_alone: Cases in which the plan must not apply the patch.
+        architectures: The `config.model_type`s it supports, or `("*",)` for all. Give this or `serves`.
+        serves: The structure that it supports. A repro of the architecture `"*"` is then run for each architecture that
+            has this structure: by `hfpatch prove`, or in a plan.
+        but: Architectures that are known not to work, each with the reason; or that do not need the patch.
+        depends_on: Modules of other packages whose forward the patch depends on: a proof counts for these bodies only.
         transformers: Supported releases of transformers, e.g. `>=5.17,<6`.
         fixed_in: The transformers release that made the patch unnecessary.
-        refuses: Architectures that are known not to work, each with the reason.
-        upstream: Methods of other packages that the patch depends on.
         options: Names that a caller may set with `options={id: {...}}`, with their defaults.
         tolerance: For `equivalent`: the largest relative L2 distance of the logits from float32, on healthy weights.
         suggests: Advice printed after the decision, e.g. stock alternatives.
@@ -134,17 +125,18 @@ class Patch:
     """
 
     title: str
-    architectures: tuple[str, ...]
     condition: Callable[[Context], Verdict]
     edits: tuple[Template, ...]
     effect: Effect | Callable[[Context, Any], Effect]
     symptom: Callable[[Trial], str | None]
     repros: tuple[Case, ...]
     leaves_alone: tuple[Case, ...]
+    architectures: tuple[str, ...] = ()
+    serves: Structure | None = None
+    but: Mapping[str, str | NotNeeded] = field(default_factory=dict[str, str | NotNeeded])
+    depends_on: tuple[Selection, ...] = ()
     transformers: str = ">=5.17,<6"
     fixed_in: str | None = None
-    refuses: Mapping[str, str] = field(default_factory=dict[str, str])
-    upstream: tuple[Upstream, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tolerance: float | None = None
     suggests: str = ""
@@ -153,8 +145,8 @@ class Patch:
     answers_where_it_edits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.architectures:
-            raise ValueError("architectures is empty: give model types, or ('*',) for all")
+        if bool(self.architectures) == (self.serves is not None):
+            raise ValueError("want one of architectures=(model types, or ('*',) for all) and serves=Structure(...)")
         if not self.edits:
             raise ValueError("edits is empty: a patch without an edit changes nothing")
         if not self.repros or not self.leaves_alone:
@@ -168,5 +160,5 @@ class Patch:
         for bound in self.transformers.split(","):
             if not re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*\d[\w.]*\s*", bound):
                 raise ValueError(f"transformers={self.transformers!r}: want bounds such as '>=5.17,<6'")
-        for name in ("refuses", "options"):
+        for name in ("but", "options"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))

@@ -12,8 +12,8 @@ from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
 from hfpatch.patching.deciding import decide, opt_in
 from hfpatch.patching.decision import Decision, Decisions
-from hfpatch.patching.drift import drift_verdict
 from hfpatch.patching.kinds.states import show
+from hfpatch.patching.proofs.lookup import proof_verdict
 from hfpatch.patching.record import record_at, state_of
 from hfpatch.patching.unserved import STREAM, all_within, unserved
 
@@ -61,7 +61,7 @@ def decisions(
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
         # conditions and repros run models, whose dtypes must not depend on the caller's autocast region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            found.extend(decide(entry, survey, dtype, chosen, drift_verdict))
+            found.extend(decide(entry, survey, dtype, chosen, proof_verdict))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
         rows = _not_served(survey, dtype, found)
         beside = (d for d in found if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more

@@ -23,6 +23,8 @@ from pathlib import Path
 from hfpatch import patches
 from hfpatch.errors import PatchFileError, UnknownPatchError
 from hfpatch.patching.language import ANY, HEADINGS, Patch
+from hfpatch.patching.proofs.proof import digest_of_file
+from hfpatch.patching.proofs.shelf import proved_names, shipped
 
 GROUP = "hfpatch.patches"
 NOT_PATCHES = {"__init__", "architecture"}
@@ -43,9 +45,29 @@ class Entry:
         """Name of the file's folder: a model family, or `shared`."""
         return self.file.parent.name
 
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits that identify the code of the patch's file."""
+        return digest_of_file(self.file)
+
+    @property
+    def proved(self) -> tuple[str, ...]:
+        """The architectures for which a shipped proof of this patch says so; empty without `serves`."""
+        return proved_names(self.file) if self.patch.serves else ()
+
+    @property
+    def tried(self) -> frozenset[str]:
+        """The architectures of which a shipped proof of this patch says anything; empty without `serves`."""
+        return frozenset(p.subject.architecture for p in shipped(self.file)) if self.patch.serves else frozenset()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The `model_type`s that the patch supports: declared or proved; `*` for all."""
+        return self.patch.architectures or self.proved
+
     def serves(self, architecture: str) -> bool:
         """True if the patch supports this `model_type`."""
-        return ANY in self.patch.architectures or architecture in self.patch.architectures
+        return ANY in self.architectures or architecture in self.architectures
 
     @property
     def effect(self) -> str:
@@ -58,8 +80,9 @@ class Entry:
             "id": self.id,
             "title": self.patch.title,
             "family": self.family,
-            "architectures": list(self.patch.architectures),
-            "refuses": dict(self.patch.refuses),
+            "architectures": list(self.architectures),
+            "serves": str(self.patch.serves) if self.patch.serves else None,
+            "but": {name: getattr(why, "reason", why) for name, why in self.patch.but.items()},
             "effect": self.effect,
             "tolerance": self.patch.tolerance,
             "transformers": self.patch.transformers,
@@ -68,7 +91,7 @@ class Entry:
             "repros": [str(case) for case in self.patch.repros],
             "leaves_alone": [str(case) for case in self.patch.leaves_alone],
             "edits": [str(edit) for edit in self.patch.edits],
-            "upstream": [str(up) for up in self.patch.upstream],
+            "depends_on": [str(where) for where in self.patch.depends_on],
             "sections": self.sections,
         }
 
@@ -99,6 +122,11 @@ def get(patch_id: str) -> Entry:
     if patch_id not in found:
         raise unknown(patch_id, found)
     return found[patch_id]
+
+
+def serving(architecture: str) -> list[Entry]:
+    """Return the patches that support a `model_type`: those for all architectures, and those proved for this one."""
+    return [entry for entry in entries().values() if entry.serves(architecture)]
 
 
 def match(pattern: str) -> list[str]:

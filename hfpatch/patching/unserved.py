@@ -16,8 +16,9 @@ from hfpatch.model.walk import Submodel, inside, starred
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
 from hfpatch.patching import registry
 from hfpatch.patching.context import Context
-from hfpatch.patching.drift import drift
+from hfpatch.patching.deciding import considered
 from hfpatch.patching.language import NotNeeded, Refused
+from hfpatch.patching.proofs.lookup import proof_verdict
 from hfpatch.patching.registry import Entry
 
 STREAM = "fp16-residual-overflow"
@@ -87,18 +88,24 @@ def _row(survey: Survey, entry: Entry, layers: LayerList, compute_dtype: torch.d
         return row
     row = replace(row, architecture=submodel.architecture)
     context = Context(survey, submodel, compute_dtype, entry.patch.options)
-    known = submodel.architecture in entry.patch.refuses or entry.serves(submodel.architecture)
+    known = submodel.architecture in entry.patch.but or considered(entry, context)
     verdict = entry.patch.condition(context) if known else None
     if isinstance(verdict, NotNeeded):
         return None
-    if reason := entry.patch.refuses.get(submodel.architecture):
-        return replace(row, refused=True, reason=reason)
+    if reason := entry.patch.but.get(submodel.architecture):
+        return None if isinstance(reason, NotNeeded) else replace(row, refused=True, reason=reason)
     if verdict is None:
         return replace(row, reason="no case proves the patch for this architecture")
     if isinstance(verdict, Refused):
         return replace(row, refused=True, reason=verdict.reason)
-    if foreign := drift(entry.patch.upstream, context).foreign:
-        return replace(row, refused=True, reason=f"it was not tested with {foreign[0]}, which no repro of it runs")
+    if entry.patch.serves and (why_not := entry.patch.serves.why_not(context)):
+        verdict = proof_verdict(entry, context)
+        return None if isinstance(verdict, NotNeeded) else replace(row, refused=True, reason=why_not)
+    verdict = proof_verdict(entry, context)
+    if isinstance(verdict, NotNeeded):
+        return None
+    if isinstance(verdict, Refused):
+        return replace(row, refused=True, reason=verdict.reason)
     if any(inside(path, s.path) or inside(s.path, path) for s in survey.stacks.get(submodel.path, ())):
         return None
     return replace(row, reason="the patch changes another stack of this model, not this one")

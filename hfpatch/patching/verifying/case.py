@@ -12,11 +12,13 @@ class Case:
     """A tiny model that a patch is tested on.
 
     Args:
-        architecture: `config.model_type` of the language model.
+        architecture: `config.model_type` of the language model; `*` for each that a patch with `serves` is proved for.
         dtype: Dtype of its weights.
         scale: Parameter globs -> factor, to bring tiny random weights into the failing range.
         fill: Parameter globs -> constant.
-        config: Overrides for the tiny config.
+        config: Overrides for the tiny config. A list of strings is repeated to an entry for each layer.
+        layers: Number of layers, if the tiny config takes another than its own; None for its own.
+        cls: Name of the class of transformers; None for the most general language model of the architecture.
         inside: Name of a composite of `hfpatch.lab.tiny` that holds the model; None for the bare model.
         autocast: Dtype of an autocast region around the run; None for no autocast.
         attention: Attention implementation; written to the config directly, because the setter may refuse it.
@@ -31,6 +33,8 @@ class Case:
     scale: Mapping[str, float] = field(default_factory=dict[str, float])
     fill: Mapping[str, float] = field(default_factory=dict[str, float])
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    layers: int | None = None
+    cls: str | None = None
     inside: str | None = None
     autocast: str | None = None
     attention: str = "eager"
@@ -40,8 +44,9 @@ class Case:
     overflow: bool = False
 
     def __str__(self) -> str:
+        overflow = " overflowing" if self.overflow else ""
         inside = f" in {self.inside}" if self.inside else ""
         autocast = f" under {self.autocast} autocast" if self.autocast else ""
         attention = "" if self.attention == "eager" else f" {self.attention}"
         padded = " padded" if self.padded else ""
-        return f"{self.architecture} {self.dtype}{attention}{padded}{autocast}{inside}"
+        return f"{self.cls or self.architecture} {self.dtype}{attention}{padded}{overflow}{autocast}{inside}"

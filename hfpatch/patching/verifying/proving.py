@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
 from hfpatch.model.survey import Survey
-from hfpatch.patching.deciding import decide, opt_in
+from hfpatch.patching.deciding import CheckProof, decide, no_check, opt_in
 from hfpatch.patching.decision import Decisions
+from hfpatch.patching.language import ANY
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.trial import build
@@ -19,6 +20,26 @@ from hfpatch.patching.writing import carry_out
 from hfpatch.report import Sheet, Shown
 
 NO_GPU = "skipped: no GPU"
+
+FAILURES = (HfpatchError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, StopIteration)
+"""What building or running a tiny model may raise."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A repro that was run.
+
+    Attributes:
+        before: The symptom without the patch; None if it did not show.
+        after: The symptom with the patch; None if it is cured.
+        edits: The number of edits that the patch made.
+        reasons: The reasons of its decisions.
+    """
+
+    before: str | None
+    after: str | None
+    edits: int
+    reasons: str
 
 
 @dataclass(frozen=True)
@@ -74,15 +95,24 @@ class CaseResults(Shown, list[CaseResult]):
 
 
 def prove_patch(entry: Entry) -> CaseResults:
-    """Run every case of a patch.
+    """Run every case of a patch. A repro for every architecture of a structure is run for those that are proved.
 
     Raises:
         InputError: `entry` is not an entry of `hfpatch.list_patches()`.
     """
     if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
-    cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
+    cases = [(c, "repro") for c in repros(entry)] + [(c, "left alone") for c in entry.patch.leaves_alone]
     return CaseResults(try_case(entry, case, kind) for case, kind in cases)
+
+
+def repros(entry: Entry) -> list[Case]:
+    """Return the repros of a patch; one for every architecture is a repro for each that is proved."""
+    return [
+        replace(case, architecture=name)
+        for case in entry.patch.repros
+        for name in (entry.proved if case.architecture == ANY else (case.architecture,))
+    ]
 
 
 def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
@@ -91,29 +121,33 @@ def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
         return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
     try:
         return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
-    except (
-        HfpatchError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        StopIteration,
-    ) as error:
+    except FAILURES as error:
         return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
 
 
 def try_repro(entry: Entry, case: Case) -> CaseResult:
     """Run a repro: it passes if the symptom shows on the unpatched model and not on the patched one."""
+    tried = attempt(entry, case)
+    reasons = "" if tried.edits else f" ({tried.reasons})"
+    passed = tried.before is not None and tried.after is None and bool(tried.edits)
+    text = f"before: {tried.before or 'no symptom'}; after: {tried.after or 'cured'}{reasons}"
+    return CaseResult(entry.id, "repro", str(case), passed, text)
+
+
+def attempt(entry: Entry, case: Case, check: CheckProof = no_check) -> Attempt:
+    """Build a repro, look for the symptom, patch the model and look again.
+
+    Args:
+        entry: The patch.
+        case: The repro.
+        check: See `decide`.
+    """
     trial = build(case)
     before = entry.patch.symptom(trial)
-    made = plan_alone(entry, trial.model, asked=True)
+    made = plan_alone(entry, trial.model, asked=True, check=check)
     carry_out(trial.model, made)
     after = entry.patch.symptom(trial)
-    reason = "" if made.edits else f" ({'; '.join(d.reason for d in made.decisions)})"
-    passed = before is not None and after is None and bool(made.edits)
-    text = f"before: {before or 'no symptom'}; after: {after or 'cured'}{reason}"
-    return CaseResult(entry.id, "repro", str(case), passed, text)
+    return Attempt(before, after, len(made.edits), "; ".join(d.reason for d in made.decisions))
 
 
 def _try_negative(entry: Entry, case: Case) -> CaseResult:
@@ -122,14 +156,15 @@ def _try_negative(entry: Entry, case: Case) -> CaseResult:
     return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
 
 
-def plan_alone(entry: Entry, model: object, *, asked: bool) -> Decisions:
-    """Return the plan of one patch for a case of its own, without a check of upstream methods.
+def plan_alone(entry: Entry, model: object, *, asked: bool, check: CheckProof = no_check) -> Decisions:
+    """Return the plan of one patch for a case of its own, which no proof has to cover.
 
     Args:
         entry: The patch.
         model: The model of the case.
         asked: True to plan as if the caller had named the patch.
+        check: See `decide`.
     """
     survey = Survey(model)
-    decided = decide(entry, survey, None, entry.patch.options, check_upstream=lambda _entry, _context: None)
+    decided = decide(entry, survey, None, entry.patch.options, check)
     return Decisions(type(survey.root).__name__, tuple(opt_in(d, asked) for d in decided))

@@ -16,9 +16,12 @@ from hfpatch.compat.implementation import choose
 from hfpatch.errors import InputError
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
-from hfpatch.lab.sizes import VOCABULARY
-from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_model
+from hfpatch.lab.sizes import SIZES, VOCABULARY
+from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_config, tiny_model, tiny_of_class
 from hfpatch.patching.verifying.case import Case
+
+LAYERS: int = SIZES["num_hidden_layers"]
+"""The number of layers of a tiny language model."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,39 @@ def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     return {key: value for key, value in example_inputs(model).items() if key not in ("labels", "attention_mask")}
 
 
+def tiny_of(case: Case) -> PreTrainedModel:
+    """Return the tiny language model of a case, with its own random weights.
+
+    Raises:
+        InputError: The case names an unknown architecture, or transformers rejects its config.
+    """
+    if case.layers is not None:
+        with contextlib.suppress(InputError):
+            return _tiny(case, case.layers, num_hidden_layers=case.layers)
+    return _tiny(case, LAYERS)
+
+
+def _tiny(case: Case, depth: int, **more: Any) -> PreTrainedModel:
+    overrides = {key: _repeated(value, depth) for key, value in case.config.items()} | more
+    if case.cls is not None:
+        return tiny_of_class(case.cls, tiny_config(case.architecture, **overrides))
+    return tiny_model(case.architecture, **overrides)
+
+
+def _repeated(value: Any, count: int) -> Any:
+    """Return a list of strings repeated to this length, any other value as it is."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        return value
+    return [value[i % len(value)] for i in range(count)]
+
+
 def build(case: Case) -> Trial:
     """Build a case. The reference has the weights rounded to the case's dtype, and buffers in float32.
 
     Raises:
         InputError: The case names an unknown architecture or composite, or a glob that matches nothing.
     """
-    llm = tiny_model(case.architecture, **case.config)
+    llm = tiny_of(case)
     rescale(llm, case.scale, case.fill)
     if case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))

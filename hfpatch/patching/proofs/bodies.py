@@ -1,0 +1,189 @@
+"""What a proof has to be about, read from a model: the code that its layers run, and the flags that change it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from hfpatch.compat import accelerate
+from hfpatch.errors import InputError
+from hfpatch.lab.tiny import home, tiny_config
+from hfpatch.model.code import tree_of
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.wrapping import ON_LAYERS, unwrap
+from hfpatch.patching.context import Context
+from hfpatch.patching.proofs.proof import Subject
+from hfpatch.patching.registry import Entry
+
+
+@cache
+def digest(function: Any) -> str:
+    """Return twelve hex digits that identify a function's body, without annotations, docstring and decorators.
+
+    Returns `unknown` if the source cannot be read.
+    """
+    tree = tree_of(function)
+    if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return "unknown"
+    tree.decorator_list = []
+    tree.returns = None
+    tree.name = "_"
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that a patch depends on in a model.
+
+    Attributes:
+        classes: The classes of the modules that it selects, without wrappers.
+        stock: Forwards of transformers' own classes, name -> digest. Repros run them.
+        foreign: Forwards of other code: of a subclass, or set on one module. No repro of a tiny model runs them.
+    """
+
+    classes: tuple[type, ...]
+    stock: dict[str, str]
+    foreign: tuple[str, ...]
+
+
+def code_of(entry: Entry, context: Context) -> Code:
+    """Return the forwards that the modules in a patch's `depends_on` would run."""
+    stock: dict[str, str] = {}
+    foreign: dict[str, None] = {}
+    classes: dict[type, None] = {}
+    for where in entry.patch.depends_on:
+        for target in where.targets(context):
+            for module in _inner(target.module):
+                if "forward" in module.__dict__ and accelerate.HOOK not in module.__dict__:
+                    foreign[f"{target.path}.forward, set on this module"] = None
+                classes[type(module)] = None
+    for cls in classes:
+        owner = next(c for c in cls.__mro__ if "forward" in c.__dict__)
+        name = f"{owner.__module__}.{owner.__qualname__}.forward"
+        if owner.__module__.startswith(("transformers.", "torch.nn.")):
+            stock[name] = digest(owner.__dict__["forward"])
+        else:
+            foreign[name] = None
+    return Code(tuple(classes), dict(sorted(stock.items())), tuple(foreign))
+
+
+def subject(entry: Entry, context: Context, code: Code) -> Subject:
+    """Return what a proof has to be about to count for a submodel."""
+    assert context.submodel is not None  # noqa: S101 - its layers were selected
+    flags = structural(context.submodel.model.config, code.classes)
+    return Subject(
+        entry.digest,
+        context.submodel.architecture,
+        json.dumps(flags, sort_keys=True),
+        frozenset(code.stock.values()),
+        _release("torch"),
+        _release("transformers"),
+    )
+
+
+@cache
+def _release(package: str) -> str:
+    return metadata.version(package).partition("+")[0]
+
+
+def structural(config: Any, classes: tuple[type, ...]) -> dict[str, Any]:
+    """Return the values that these classes read of a config and that may change what they build.
+
+    Those that are as in the tiny config of the architecture are left out: a proof without flags is about that. A number
+    counts only if it is 0 or None where the tiny config's is not, or the other way round; a list by its strings.
+    """
+    tiny = tiny_part(config.model_type)
+    if tiny is None:
+        return {}
+    changed: dict[str, Any] = {}
+    for name in sorted(set().union(*map(_read_names, classes))):
+        if name.startswith("_") or not hasattr(config, name) or not hasattr(tiny, name):
+            continue
+        value: Any = getattr(config, name)
+        if _kind(value) != _kind(getattr(tiny, name)) and (plain := _plain(value)) is not ...:
+            changed[name] = plain
+    return changed
+
+
+@cache
+def tiny_part(architecture: str) -> Any:
+    """Return the tiny config of an architecture, inside another's if it has no model of its own; None if none."""
+    try:
+        return next((c for c in _parts(tiny_config(home(architecture))) if c.model_type == architecture), None)
+    except (InputError, *REJECTIONS):
+        return None
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
+
+
+@cache
+def _read_names(cls: type) -> frozenset[str]:
+    """Return the names that a class's source reads from a config: `config.name`, `getattr(config, "name", ...)`."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        tree = tree_of(base) if base.__module__.startswith("transformers.models.") else None
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.Attribute) and _is_config(node.value):
+                names.add(node.attr)
+            elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_config(node.args[0]):
+                names |= {word.value for word in node.args[1:2] if _is_text(word)}
+    return frozenset(names)
+
+
+def _is_text(node: ast.expr) -> TypeGuard[Any]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _is_config(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "config") or (
+        isinstance(node, ast.Attribute) and node.attr == "config"
+    )
+
+
+def _kind(value: Any) -> Any:
+    """Return what matters of a config's value for structure."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return value == 0, "number"
+    if isinstance(value, (list, tuple)):
+        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
+        return frozenset(map(str, items)) if all(isinstance(i, str) for i in items) else (not items, "list")
+    return type(value).__name__
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it, a list as its distinct strings; `...` if JSON does not hold it."""
+    if value is None or isinstance(value, (bool, str, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
+        if all(isinstance(i, str) for i in items):
+            return list(dict.fromkeys(items))
+    return ...
+
+
+def _inner(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a wrapper (PEFT's around a norm, torch.compile's), else the module itself."""
+    module = unwrap(module, ON_LAYERS)
+    if not type(module).__module__.startswith("peft."):
+        return [module]
+    return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]

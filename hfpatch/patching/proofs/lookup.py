@@ -1,0 +1,111 @@
+"""Looks up the proof that a decision needs: shipped, cached, or run now. Over ranks, rank 0 runs it."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from hfpatch.compat import ranks
+from hfpatch.patching.context import Context
+from hfpatch.patching.language import Needed, NotNeeded, Refused
+from hfpatch.patching.proofs import shelf
+from hfpatch.patching.proofs.bodies import Code, code_of, subject
+from hfpatch.patching.proofs.proof import Proof, Subject
+from hfpatch.patching.registry import Entry
+
+WAIT = 120
+"""Seconds that a rank waits for rank 0's proof before it runs its own."""
+
+FOUND: dict[Subject, Proof] = {}
+"""Proofs on demand that this process has looked up."""
+
+
+def proof_verdict(entry: Entry, context: Context) -> Needed | NotNeeded | Refused | None:
+    """Return None if a shipped proof covers a submodel, else what the proof on demand says.
+
+    Returns:
+        `Needed` with a remark if the patch was proved on demand, or if an architecture that is proved could not be
+        tried with these flags or bodies; `NotNeeded` if the fault cannot occur; `Refused` if the patch does not cure it
+        or was never proved, or if a forward is not transformers' own.
+    """
+    if context.submodel is None or not entry.patch.depends_on:
+        return None
+    code = code_of(entry, context)
+    if code.foreign:
+        return Refused(f"it was not tested with {code.foreign[0]}, which no repro of this patch runs", "foreign-code")
+    about = subject(entry, context, code)
+    if (proof := shelf.find(shelf.shipped(entry.file), about)) is None:
+        return _on_demand(entry, about, code)
+    match proof.outcome:
+        case "proved":
+            return None
+        case "harmless":
+            return NotNeeded(f"on a tiny {about.name}, {proof.text}")
+        case "not cured":
+            return Refused(f"it does not cure a tiny {about.name}: {proof.text}", "not-cured")
+        case "untried":
+            return _untried(entry, proof, "")
+
+
+def _on_demand(entry: Entry, about: Subject, code: Code) -> Needed | NotNeeded | Refused:
+    """Return what a proof that is run now, or was run before on this machine, says."""
+    proof = on_demand(entry, about)
+    known = frozenset(b for p in _shipped_for(entry, about) for b in p.subject.bodies)
+    new = ", ".join(name for name, body in code.stock.items() if body not in known) if known else ""
+    runs = f", which runs {new}, changed since the shipped proofs" if new else ""
+    match proof.outcome:
+        case "proved":
+            return Needed(f"proved here, on a tiny {about.name}{runs}")
+        case "harmless":
+            return NotNeeded(f"on a tiny {about.name}, {proof.text}")
+        case "not cured":
+            return Refused(f"tried here, it does not cure a tiny {about.name}{runs}: {proof.text}", "not-cured")
+        case "untried":
+            return _untried(entry, proof, runs)
+
+
+def _untried(entry: Entry, proof: Proof, runs: str) -> Needed | Refused:
+    """Return a warning if this code is proved with another config, else a refusal."""
+    name = proof.subject.name
+    if any(p.outcome == "proved" for p in _shipped_for(entry, proof.subject)) and not runs:
+        return Needed(f"warning: not proved for {name}: {proof.text}")
+    return Refused(f"it is not proved for {name}{runs}: {proof.text}", "not-served")
+
+
+def _shipped_for(entry: Entry, about: Subject) -> list[Proof]:
+    """Return the shipped proofs of this patch, as it is, for an architecture, of any release and with any flags."""
+    proofs = shelf.shipped(entry.file)
+    return [p for p in proofs if p.subject.patch == about.patch and p.subject.architecture == about.architecture]
+
+
+def on_demand(entry: Entry, about: Subject) -> Proof:
+    """Return the proof of a subject, from the cache or by running the repros now, the same on every rank."""
+    if about not in FOUND:
+        FOUND[about] = _shared(entry, about)
+    return FOUND[about]
+
+
+def _shared(entry: Entry, about: Subject) -> Proof:
+    store = ranks.store()
+    key = f"hfpatch/proof/{about.key}"
+    if store is not None and torch.distributed.get_rank() > 0:
+        answer = ranks.wait_for(store, key, WAIT)
+        if answer is not None:
+            return Proof.from_dict(json.loads(answer))
+    proof = _cached_or_run(entry, about)
+    if store is not None and torch.distributed.get_rank() == 0:
+        store.set(key, json.dumps(proof.to_dict()))
+    return proof
+
+
+def _cached_or_run(entry: Entry, about: Subject) -> Proof:
+    from hfpatch.patching.proofs.prove import prove
+
+    proof = shelf.cached(about)
+    if proof is None:
+        proof = prove(entry, about.architecture, about)
+        if proof is None:
+            return Proof(about, "untried", "its tiny model has no such submodel that reads tokens")
+        shelf.keep(about, proof)
+    return proof

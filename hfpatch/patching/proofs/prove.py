@@ -1,0 +1,159 @@
+"""Proves a patch on tiny models: its repros, for one architecture and its flags, or for all architectures."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from hfpatch.atlas.atlas import architectures
+from hfpatch.lab.overflow import NothingGrowsError
+from hfpatch.lab.sizes import DEFAULTS
+from hfpatch.lab.tiny import NOT_TINY, home
+from hfpatch.model.embed import find_embedding
+from hfpatch.model.source import REJECTIONS
+from hfpatch.model.survey import Survey
+from hfpatch.patching.context import Context
+from hfpatch.patching.language import ANY, Refused
+from hfpatch.patching.proofs.bodies import code_of, structural, subject
+from hfpatch.patching.proofs.proof import Outcome, Proof, Subject
+from hfpatch.patching.registry import Entry
+from hfpatch.patching.verifying.case import Case
+from hfpatch.patching.verifying.proving import FAILURES, attempt
+from hfpatch.patching.verifying.trial import tiny_of
+
+REJECTED = (*FAILURES, IndexError)
+"""What transformers may raise for a config that nobody tried."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What came of one repro."""
+
+    outcome: Outcome
+    text: str
+
+
+def candidates() -> list[str]:
+    """Return the architectures of which a tiny model that reads tokens can be built, sorted."""
+    known = architectures()
+    return sorted(name for name in CONFIG_MAPPING if home(name) in known and home(name) not in NOT_TINY)
+
+
+def prove_all(entry: Entry, names: Sequence[str]) -> Iterator[Proof]:
+    """Prove a patch for architectures: their tiny configs, and the flags of their default configs.
+
+    Args:
+        entry: The patch; one with `serves`.
+        names: `model_type`s. Those in the patch's `but` are left out, and those without the structure.
+    """
+    for name in names:
+        if name in entry.patch.but or (plain := prove(entry, name)) is None:
+            continue
+        yield plain
+        if (about := _of_default(entry, plain)) is not None and (proof := prove(entry, name, about)) is not None:
+            yield proof
+
+
+def _of_default(entry: Entry, plain: Proof) -> Subject | None:
+    """Return the subject of the default config of a proof's architecture; None if that has no flags or is unknown."""
+    architecture = plain.subject.architecture
+    cls: Any = CONFIG_MAPPING[architecture]
+    model = tiny_of(Case(architecture))
+    inside = next(s for s in Survey(model).submodels if s.architecture == architecture)
+    code = code_of(entry, Context(Survey(model), inside, None, entry.patch.options))
+    try:
+        flags = structural(cls(**copy.deepcopy(DEFAULTS.get(architecture, {}))), code.classes)
+    except REJECTIONS:
+        return None
+    return replace(plain.subject, flags=json.dumps(flags, sort_keys=True)) if flags else None
+
+
+def prove(entry: Entry, architecture: str, about: Subject | None = None) -> Proof | None:
+    """Run the repros of a patch with `serves` on a tiny model of an architecture.
+
+    Args:
+        entry: The patch.
+        architecture: `config.model_type`.
+        about: The subject for which a plan needs the proof; by default the tiny model of the default config.
+
+    Returns:
+        The proof; None if the tiny model has no submodel of this architecture that reads tokens, or one without the
+        structure and with the fault.
+    """
+    settings = about.settings if about else {}
+    found = _subject_of_tiny(entry, architecture, settings)
+    if isinstance(found, str):
+        return about and Proof(about, "untried", found)
+    if found is None:
+        return None
+    found, why_not = found
+    if about and (other := about.bodies - found.bodies):
+        return Proof(about, "untried", f"its tiny model does not run {len(other)} of the forwards that this model runs")
+    runs = [_run(entry, case, settings) for case in cases_of(entry, architecture)]
+    tried = [run for run in runs if run.outcome != "untried"] or runs
+    order: tuple[Outcome, ...] = ("not cured", "proved", "harmless", "untried")
+    worst = min(tried, key=lambda run: order.index(run.outcome))
+    if why_not and {run.outcome for run in runs} != {"harmless"}:
+        return about and Proof(about, "not cured", why_not)
+    flags = about.flags if about else found.flags
+    return Proof(replace(found, flags=flags), worst.outcome, worst.text)
+
+
+def cases_of(entry: Entry, architecture: str) -> list[Case]:
+    """Return the repros of a patch for an architecture, those that name it or name all."""
+    named = (case for case in entry.patch.repros if case.architecture in (ANY, architecture))
+    return [replace(case, architecture=architecture) for case in named if case.device == "cpu"]
+
+
+def _subject_of_tiny(entry: Entry, architecture: str, settings: Mapping[str, Any]) -> tuple[Subject, str] | str | None:
+    """Return the subject of the tiny models, and why they lack the structure; None if no such submodel reads tokens.
+
+    If a tiny model cannot be built, returns why.
+    """
+    found: list[tuple[Subject, str]] = []
+    for cls in dict.fromkeys(case.cls for case in cases_of(entry, architecture)):
+        try:
+            survey = Survey(tiny_of(Case(architecture, config=settings, cls=cls)))
+        except REJECTED as error:
+            return f"no tiny model of it can be built: {_first_line(error)}"
+        inside = [s for s in survey.submodels if s.architecture == architecture and find_embedding(s.model) is not None]
+        if not inside:
+            return None
+        context = Context(survey, inside[0], None, entry.patch.options)
+        why_not = entry.patch.serves.why_not(context) if entry.patch.serves else ""
+        found.append((subject(entry, context, code_of(entry, context)), why_not))
+    bodies = frozenset[str]().union(*(about.bodies for about, _ in found))
+    return replace(found[0][0], bodies=bodies), found[0][1]
+
+
+def _run(entry: Entry, case: Case, settings: Mapping[str, Any]) -> _Run:
+    patched: list[str] = []
+
+    def check(_entry: Entry, context: Context) -> Refused | None:
+        if context.submodel is None or find_embedding(context.submodel.model) is None:
+            return Refused("only what reads tokens is proved here", "not-served")
+        patched.append(context.submodel.architecture)
+        return None
+
+    try:
+        tried = attempt(entry, replace(case, config={**settings, **case.config}), check)
+    except NothingGrowsError as error:
+        return _Run("harmless", str(error))
+    except REJECTED as error:
+        return _Run("untried", f"{case}: {_first_line(error)}")
+    if tried.before is None:
+        return _Run("untried", f"{case}: the fault does not show")
+    if case.architecture not in patched:
+        return _Run("not cured", f"{case}: {tried.reasons}")
+    if tried.after is not None:
+        return _Run("not cured", f"{case}: {tried.after}")
+    return _Run("proved", f"{case}: {tried.before}; with the patch: none")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
