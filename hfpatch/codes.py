@@ -29,6 +29,8 @@ DecisionCode = Literal[
     "compiled",
     "changed-upstream",
     "transformers-version",
+    "another-package",
+    "patch-raised",
 ]
 
 DECISIONS: dict[DecisionCode, str] = {
@@ -48,6 +50,8 @@ DECISIONS: dict[DecisionCode, str] = {
     "compiled": "the model was compiled and called, and would ignore the edit",
     "changed-upstream": "code of another package that the patch relies on differs from the version it was proved with",
     "transformers-version": "written for other releases of transformers",
+    "another-package": "it can be applied here, but comes from an installed package, so only by name",
+    "patch-raised": "the patch of an installed package cannot be imported, or its code raised an error",
 }
 """Code -> what it means."""
 

@@ -80,7 +80,7 @@ def _patches(name: str | None, wants_model: bool) -> list[str] | None:
     from hfpatch.patching import registry
 
     try:
-        return registry.match(name or "*")
+        return registry.match(name) if name else sorted(registry.entries())
     except UnknownPatchError as error:
         if wants_model or "/" in str(name) or Path(str(name)).exists():
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
 from hfpatch.model.survey import Survey
+from hfpatch.patching import registry
 from hfpatch.patching.deciding import decide, opt_in
 from hfpatch.patching.decision import Decisions
+from hfpatch.patching.language import Patch
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.trial import build
@@ -73,14 +76,19 @@ class CaseResults(Shown, list[CaseResult]):
         return Sheet(title, ("patch", "kind", "", told), rows, wide=(told,))
 
 
-def prove_patch(entry: Entry) -> CaseResults:
+def prove_patch(entry: Entry | Patch) -> CaseResults:
     """Run every case of a patch.
 
+    Args:
+        entry: An entry of `hfpatch.list_patches()`, or a `Patch`, registered or not.
+
     Raises:
-        InputError: `entry` is not an entry of `hfpatch.list_patches()`.
+        InputError: `entry` is neither.
     """
+    if isinstance(entry, Patch):
+        entry = registry.entry_of(entry) or Entry("unregistered", entry, Path(), {})
     if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
+        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches() or a Patch, got {shown(entry)}")
     cases = [(c, "repro") for c in entry.patch.repros] + [(c, "left alone") for c in entry.patch.leaves_alone]
     return CaseResults(try_case(entry, case, kind) for case, kind in cases)
 
@@ -99,6 +107,7 @@ def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
         AttributeError,
         KeyError,
         StopIteration,
+        SystemExit,
     ) as error:
         return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
 
