@@ -187,10 +187,11 @@ def test_a_broken_file_of_a_package_is_named_where_it_is_asked_for(tmp_path: Pat
     (line,) = done.stderr.splitlines()
     assert line.startswith("hfpatch: broken-one of x 1: ")
     assert line.endswith("broken_one.py:1: SyntaxError: '(' was never closed")
-    done = process("plan", checkpoint, "--include", "broken-one", PYTHONPATH=path)
-    assert done.returncode == 0
-    assert "broken_one.py:1: SyntaxError" in done.stdout
-    assert "broken-one (x 1)" in process("plan", checkpoint, PYTHONPATH=path).stdout
+    done = process("plan", checkpoint, "--include", "broken-one", "--json", PYTHONPATH=path)
+    (row,) = (d for d in json.loads(done.stdout)["decisions"] if d["patch"] == "broken-one")
+    assert (done.returncode, row["decision"], row["code"], row["origin"]) == (0, "refused", "patch-raised", "x 1")
+    assert "broken_one.py:1: SyntaxError" in row["reason"]
+    assert "broken-one (x 1)" in " ".join(process("plan", checkpoint, PYTHONPATH=path).stdout.split())
 
 
 def test_a_broken_file_of_ours_is_named_and_the_others_listed(

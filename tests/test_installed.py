@@ -10,10 +10,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from hfpatch.lab.tiny import tiny_config
 from hfpatch.patching.registering import installed
 from hfpatch.patching.registering.installed import Offer, Package
 from hfpatch.patching.registering.patch_file import by_path
@@ -172,9 +174,9 @@ def test_json_of_list(site: Site) -> None:
     assert site.imported() == set()
 
 
-def test_named_it_runs_and_its_origin_is_shown_everywhere(site: Site) -> None:
-    out = site.script("""
-        import contextlib, io
+def test_named_it_runs_and_its_origin_is_shown_everywhere(site: Site, tmp_path: Path) -> None:
+    out = site.script(f"""
+        import contextlib, io, pickle
         model = tiny_model("llama")
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
@@ -185,8 +187,10 @@ def test_named_it_runs_and_its_origin_is_shown_everywhere(site: Site) -> None:
         (edit,) = hfpatch.status(model).to_dict()["edits"]
         print("JSON", fix.plan.to_dict()["decisions"][0]["origin"], edit["origin"])
         print("EXPLAIN", " ".join(str(hfpatch.explain("acme-fine")).split()))
-        print("VERIFY", hfpatch.verify(model, {"input_ids": __import__("torch").arange(8)[None]}, runs=["after"]))
+        batch = dict(input_ids=__import__("torch").arange(8)[None])
+        print("VERIFY", hfpatch.verify(model, batch, runs=["after"]))
         assert model.acme_fine == 1
+        open({str(tmp_path / "model.pkl")!r}, "wb").write(pickle.dumps(model))
         hfpatch.revert(model, only="acme-fine")
         assert "acme_fine" not in vars(model)
     """)
@@ -196,7 +200,20 @@ def test_named_it_runs_and_its_origin_is_shown_everywhere(site: Site) -> None:
     assert "STATUS Status of LlamaForCausalLM patch edits state first at acme-fine (acme-patches 1.2) 1 here" in out
     assert "JSON acme-patches 1.2 acme-patches 1.2" in out
     assert "from acme-patches 1.2, " in out.partition("EXPLAIN")[2]
+    assert "runs only if it is named, or its package is trusted" in out.partition("EXPLAIN")[2]
     assert site.imported() == {"acme-patches", "fine"}
+
+    script = """
+        import pickle, hfpatch
+        model = pickle.load(open("model.pkl", "rb"))
+        assert "acme-fine (acme-patches 1.2)" in str(hfpatch.status(model))
+        hfpatch.revert(model, only="acme-fine")  # in a process that has no such package
+        assert not hfpatch.status(model).edits and "acme_fine" not in vars(model)
+    """
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_trusted_they_are_planned_and_stay_opt_in(site: Site) -> None:
@@ -262,7 +279,7 @@ def test_what_ends_or_raises_is_a_refusal_that_names_patch_package_and_file(site
 
 
 def test_on_the_command_line(site: Site, tmp_path: Path) -> None:
-    site.script(f"tiny_model('llama').config.save_pretrained({str(tmp_path)!r})")
+    tiny_config("llama").save_pretrained(tmp_path)
     planned = site.run("-m", "hfpatch.cli", "plan", str(tmp_path), "--trust", "acme-patches", "--exclude", "acme-s*")
     assert planned.returncode == 0, planned.stderr
     assert "acme-patches 1.2" in planned.stdout
@@ -283,34 +300,6 @@ def test_on_the_command_line(site: Site, tmp_path: Path) -> None:
     proved = site.run("-m", "hfpatch.cli", "verify", "acme-exits")
     assert proved.returncode == 1
     assert "SystemExit: 4" in proved.stdout
-
-
-def test_a_model_that_carries_one_is_reverted_where_the_package_is_not(site: Site, tmp_path: Path) -> None:
-    file = tmp_path / "model.pkl"
-    site.script(f"""
-        import pickle
-        model = tiny_model("llama")
-        hfpatch.apply(model, include="acme-fine", verbose=False)
-        open({str(file)!r}, "wb").write(pickle.dumps(model))
-    """)
-    script = f"""
-        import pickle, hfpatch
-        model = pickle.load(open({str(file)!r}, "rb"))
-        assert "acme-fine (acme-patches 1.2)" in str(hfpatch.status(model))
-        hfpatch.revert(model, only="acme-fine")
-        assert not hfpatch.status(model).edits and "acme_fine" not in vars(model)
-    """
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**env, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_while_a_patch_is_imported_stays_one(tmp_path: Path) -> None:
@@ -366,3 +355,12 @@ def test_of_two_copies_of_a_package_the_first_on_the_path_counts(on_path: Path) 
         write(on_path / folder, "same", f"[hfpatch.patches]\none = {module}\n".encode())
     sys.path[:0] = [str(on_path / "a"), str(on_path / "b")]  # taken back by monkeypatch
     assert [offer.module for offer in installed.offers()["one"]] == ["new.one"]
+
+
+def test_a_package_in_an_archive_is_found(on_path: Path) -> None:
+    assert not installed.offers()
+    with zipfile.ZipFile(on_path / "archive.zip", "w") as archive:
+        archive.writestr("zipped-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: zipped\nVersion: 1\n")
+        archive.writestr("zipped-1.dist-info/entry_points.txt", "[hfpatch.patches]\none = zipped.one\n")
+    sys.path.insert(0, str(on_path / "archive.zip"))
+    assert str(installed.offers()["one"][0]) == "zipped 1 (zipped.one)"

@@ -92,13 +92,14 @@ def _patches(name: str | None, wants_model: bool) -> list[str] | None:
 def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
     from hfpatch.patching import registry
 
+    entries = [registry.get(patch_id) for patch_id in ids]
     quiet_transformers()
     import torch
 
     from hfpatch.patching.verifying.proving import CaseResults, prove_patch
 
     torch.set_num_threads(1)  # the cases are tiny: more threads would be slower
-    results = CaseResults(result for patch_id in ids for result in prove_patch(registry.get(patch_id)))
+    results = CaseResults(result for entry in entries for result in prove_patch(entry))
     show(results, json)
     if not results.passed or failed:
         raise typer.Exit(2 if failed else 1)

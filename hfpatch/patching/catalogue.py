@@ -85,6 +85,7 @@ class Explanation(Shown):
         entry, patch = self.entry, self.entry.patch
         rows: list[tuple[str, str]] = [
             *((("from", f"{entry.origin}, {entry.file}"),) if entry.origin else ()),
+            *((("runs", "only if it is named, or its package is trusted (trust=)"),) if entry.package else ()),
             *(("not used", fault(offer)) for offer in offers().get(entry.id, ()) if entry.package is None),
             ("serves", _serves(entry)),
             (
