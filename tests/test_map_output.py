@@ -272,6 +272,20 @@ class TestPickles:
             )
             assert done.returncode == 0, (name, done.stderr)
 
+    def test_a_function_of_a_notebook(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def capped(output: torch.Tensor) -> torch.Tensor:
+            return output.clamp(-1, 1)
+
+        capped.__module__, capped.__qualname__ = "__main__", "capped"
+        main = sys.modules["__main__"]
+        monkeypatch.setattr(main, "capped", capped, raising=False)
+        with pytest.warns(UserWarning, match="capped is not in a module that another process can import"):
+            data = pickle.dumps(MapOutput(capped))
+        assert pickle.loads(data) == MapOutput(capped)  # noqa: S301 - this process has it
+        monkeypatch.delattr(main, "capped")
+        with pytest.warns(UserWarning, match="capped, which is not found here"):
+            assert str(pickle.loads(data)) == "capped"  # noqa: S301 - our own
+
     def test_a_lost_function_keeps_its_pickle(self) -> None:
         lost = MapOutput(Lost("gone.f", b"cnot_there_at_all\nf\n."))
         with pytest.warns(UserWarning, match=r"gone\.f, which is not found here"):

@@ -58,6 +58,17 @@ def test_in_a_checkout(checkout: Path, here: Callable[..., Ran], tiny: Any, monk
             del sys.modules[name]
 
 
+def test_what_it_writes_is_as_this_house_writes(checkout: Path, here: Callable[..., Ran]) -> None:
+    here("new", "gemma2/soft-cap")
+    config = ["--config", str(ROOT / "pyproject.toml"), "--config", f"src = ['{ROOT}']", "--no-cache", "patches"]
+    for words in (("check",), ("format", "--check")):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *words, *config], capture_output=True, text=True, check=False, cwd=checkout
+        )
+        assert done.returncode == 0, done.stdout
+    assert len(Path("patches/gemma2/soft_cap.py").read_text().splitlines()) < 70
+
+
 def test_in_a_package(checkout: Path, here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = here("new", "shared/soft-cap", "--package", "acme-patches")
     home = Path("acme-patches")

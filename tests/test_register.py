@@ -215,6 +215,15 @@ def test_bad_input(tmp_path: Path) -> None:
     assert registry.entries() == before
 
 
+def test_a_patch_file_on_the_command_line(tmp_path: Path, here: Any) -> None:
+    (tmp_path / "my_eps.py").write_text(OURS.read_text())
+    assert "5 of 5 cases passed" in here("verify", tmp_path / "my_eps.py").stdout
+    hfpatch.unregister("my-eps")
+    assert "there is no file" in here("verify", tmp_path / "not_there.py", code=2).sentence
+    (tmp_path / "bad_file.py").write_text("PATCH = (\n")
+    assert "bad_file.py:1: SyntaxError" in here("verify", tmp_path / "bad_file.py", code=2).sentence
+
+
 def test_refused_by_name(tiny: Any) -> None:
     hfpatch.register(MARK, id="my-mark")
     with pytest.raises(RefusedError, match="my-mark was asked for and is refused: does not support gpt2"):

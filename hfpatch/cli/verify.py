@@ -26,8 +26,8 @@ def verify(
         str | None,
         typer.Argument(
             metavar="[PATCH | MODEL]",
-            help="Id or glob of patches; or a model: a local directory, or a hub name in the local cache. "
-            "Default: all patches.",
+            help="Id or glob of patches, or a patch file; or a model: a local directory, or a hub name in the local "
+            "cache. Default: all patches.",
             show_default=False,
         ),
     ] = None,
@@ -72,13 +72,18 @@ def verify(
 
 
 def _patches(name: str | None, wants_model: bool) -> list[str] | None:
-    """Return the ids of the patches that a name stands for; None if it is a model.
+    """Return the ids of the patches that a name stands for; None if it is a model. A patch file is registered.
 
     Raises:
         UnknownPatchError: It is neither a patch nor a model.
+        InputError: There is no such patch file, or its id is in use.
+        PatchFileError: The patch file does not load.
     """
     from hfpatch.patching import registry
+    from hfpatch.patching.registering.register import register
 
+    if name is not None and name.endswith(".py"):
+        return [register(name)]
     try:
         return registry.match(name) if name else sorted(registry.entries())
     except UnknownPatchError as error:
