@@ -146,7 +146,7 @@ def test_nothing_runs_unasked(site: Site) -> None:
     for name in ("acme-fine", "acme-leaves", "acme-slow"):
         assert name in listed.stdout
     assert "acme-patches 1.2" in listed.stdout
-    assert "`hfpatch explain acme-fine` imports it" in listed.stdout
+    assert "hfpatch explain ID imports a patch of an installed package" in listed.stdout
     site.script("""
         import sys
         model = tiny_model("llama")
@@ -228,10 +228,11 @@ def test_trusted_they_are_planned_and_stay_opt_in(site: Site) -> None:
         for d in plan.decisions:
             if d.code == "patch-raised":
                 print("REFUSED", d.patch, "|", d.origin, "|", d.reason)
-        try:
-            hfpatch.plan(model, trust=["nobody"])
-        except hfpatch.errors.InputError as error:
-            print("ERROR", error)
+        for words in ({"trust": ["nobody"]}, {"options": {"acme-fine": {}}}, {"options": {"acme-fin": {}}}):
+            try:
+                hfpatch.plan(model, **words)
+            except hfpatch.errors.InputError as error:
+                print("ERROR", error)
     """)
     assert 'FINE opt-in another-package exact hfpatch.apply(model, include=["acme-fine"])' in out
     refused = {line.split()[1]: line for line in out.splitlines() if line.startswith("REFUSED")}
@@ -242,6 +243,8 @@ def test_trusted_they_are_planned_and_stay_opt_in(site: Site) -> None:
     assert "acme_patches.gone: there is no module of that name" in refused["acme-gone"]
     assert "acme_patches/__init__.py:1: the file defines no PATCH" in refused["acme-empty"]
     assert "ERROR trust= (--trust): no installed package 'nobody' offers patches; there are: acme-patches, rival" in out
+    assert "ERROR options: acme-fine is of an installed package: name it in only= or include= too" in out
+    assert "ERROR no patch is called 'acme-fin': did you mean acme-fine" in out
     assert site.imported() == {"acme-patches", "fine"}
 
 

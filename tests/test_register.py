@@ -224,6 +224,16 @@ def test_a_patch_file_on_the_command_line(tmp_path: Path, here: Any) -> None:
     assert "bad_file.py:1: SyntaxError" in here("verify", tmp_path / "bad_file.py", code=2).sentence
 
 
+def test_an_error_of_ones_own_keeps_its_traceback(tiny: Any) -> None:
+    def wrong(context: Context) -> Verdict:
+        return NotNeeded(context.no_such_fact)  # type: ignore[attr-defined]
+
+    hfpatch.register(replace(MARK, condition=wrong), id="my-mark")
+    with pytest.raises(AttributeError, match="no_such_fact") as error:
+        hfpatch.plan(tiny("llama"))
+    assert error.traceback[-1].name == "wrong"
+
+
 def test_refused_by_name(tiny: Any) -> None:
     hfpatch.register(MARK, id="my-mark")
     with pytest.raises(RefusedError, match="my-mark was asked for and is refused: does not support gpt2"):

@@ -57,6 +57,7 @@ GOOD = (Path(patches.__path__[0]) / "shared" / "eps_alignment.py").read_text()
     [
         ("broken_syntax", "PATCH = (\n", 1, "SyntaxError"),
         ("broken_name", '"""Doc."""\n\nPATCH = nothing_of_that_name\n', 3, "NameError"),
+        ("broken_leaves", '"""Doc."""\nimport sys\n\nsys.exit(3)\n', 4, "SystemExit: 3"),
         ("broken_empty", '"""Doc."""\n', 1, "no PATCH"),
         ("broken_headings", GOOD.replace("## Numerics", "## Numbers"), 1, "headings"),
         ("broken_effect", GOOD.replace("effect=effect", 'effect="harmless"'), None, "harmless"),

@@ -62,7 +62,7 @@ def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]
         if patch_id not in entries:
             if patch_id in offers():
                 raise InputError(f"options: {patch_id} is of an installed package: name it in only= or include= too")
-            raise registry.unknown(patch_id, entries)
+            raise registry.unknown(patch_id, (*entries, *offers()))
         for name in settings:
             if name not in entries[patch_id].patch.options:
                 have = ", ".join(entries[patch_id].patch.options) or "none"

@@ -13,7 +13,7 @@ from hfpatch.patching.registering.installed import Offer, offers
 from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet, Shown
 
-NOT_IMPORTED = "of an installed package; not imported, `hfpatch explain {}` imports it and shows what it does"
+NOT_IMPORTED = "of an installed package, not imported"
 MANY = 8
 """From this number on, similar cases are counted instead of listed."""
 
@@ -60,12 +60,13 @@ class Catalogue(Shown, Sequence[Entry]):
     def sheet(self) -> Sheet:
         """Return a table with a row per patch."""
         rows = [(f"{e.id}\n{e.origin}".strip(), e.effect, f"{e.patch.title}\n({_serves(e)})") for e in self.entries]
-        rows += [(f"{o.id}\n{o.package}", "opt-in", fault(o) or NOT_IMPORTED.format(o.id)) for o in self.offers]
+        rows += [(f"{o.id}\n{o.package}", "opt-in", fault(o) or NOT_IMPORTED) for o in self.offers]
         more = f", and {len(self.offers)} of installed packages" if self.offers else ""
         return Sheet(
             f"{len(self.entries)} patches{more}",
             ("patch", "effect", "what it does (architectures)"),
             tuple(rows),
+            ("hfpatch explain ID imports a patch of an installed package, and shows what it does",) * bool(self.offers),
             wide=("what it does (architectures)",),
         )
 

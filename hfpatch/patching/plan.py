@@ -52,10 +52,10 @@ def decisions(
     asked = ids([n for n in names(include) if n != SUGGESTED]) | (wanted or set())
     list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
     excluded = ids(exclude)
+    dtype = as_dtype(compute_dtype)
     trusted = of_packages(names(trust, "trust= takes names of installed packages"))
     considered = asked | trusted if wanted is None else wanted
     entries, found = foreign.loaded(entries, considered - excluded, trusted)
-    dtype = as_dtype(compute_dtype)
     chosen_options = settings(entries, options)
     for entry in entries.values():
         if wanted is not None and entry.id not in wanted:
