@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from hfpatch.errors import PatchFileError
 from hfpatch.patching import registry
 from hfpatch.patching.decision import Decision
-from hfpatch.patching.registering.installed import offers
+from hfpatch.patching.registering.installed import Offer, offers
 from hfpatch.patching.registering.patch_file import blamed
 from hfpatch.patching.registry import Entry
 
@@ -29,7 +29,7 @@ def loaded(
     found, refused = dict(entries), list[Decision]()
     for patch_id in sorted(set(wanted) & offers().keys()):
         offered = offers()[patch_id]
-        origin = " and ".join(str(offer.package) for offer in offered)
+        origin = _packages(offered)
         if patch_id in entries:
             if patch_id in trusted:
                 why = f"{' and '.join(map(str, offered))} cannot use the id {patch_id!r}: it is that of "
@@ -59,11 +59,15 @@ def guarded(entry: Entry, decide: Callable[[], list[Decision]]) -> list[Decision
 
 def left_out(entries: Collection[str]) -> tuple[str, ...]:
     """Return a sentence about the patches of installed packages that are not among these; empty if there are none."""
-    titles = [f"{i} ({' and '.join(str(o.package) for o in offered)})" for i, offered in offers().items()]
-    titles = [title for title, patch_id in zip(titles, offers(), strict=True) if patch_id not in entries]
+    absent = {patch_id: offered for patch_id, offered in offers().items() if patch_id not in entries}
+    titles = [f"{patch_id} ({_packages(offered)})" for patch_id, offered in absent.items()]
     if not titles:
         return ()
     return (f"not imported and not planned, unless named in include= (--include): {', '.join(titles)}",)
+
+
+def _packages(offered: Iterable[Offer]) -> str:
+    return " and ".join(str(offer.package) for offer in offered)
 
 
 def _opt_in(decision: Decision) -> Decision:
