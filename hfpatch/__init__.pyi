@@ -30,6 +30,8 @@ from .patching.catalogue import Catalogue as Catalogue
 from .patching.catalogue import Explanation as Explanation
 from .patching.catalogue import explain as explain
 from .patching.catalogue import list_patches as list_patches
+from .patching.registering.register import register as register
+from .patching.registering.register import unregister as unregister
 from .patching.status import Status as Status
 from .patching.status import status as status
 from .patching.undo import revert as revert

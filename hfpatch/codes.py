@@ -30,6 +30,8 @@ DecisionCode = Literal[
     "not-cured",
     "foreign-code",
     "transformers-version",
+    "another-package",
+    "patch-raised",
 ]
 
 DECISIONS: dict[DecisionCode, str] = {
@@ -50,6 +52,8 @@ DECISIONS: dict[DecisionCode, str] = {
     "not-cured": "a run on a tiny model showed that the patch does not cure the fault there",
     "foreign-code": "the patch relies on a forward that is not transformers' own, and no case runs it",
     "transformers-version": "written for other releases of transformers",
+    "another-package": "it can be applied here, but comes from an installed package, so only by name",
+    "patch-raised": "the patch of an installed package cannot be imported, or its code raised an error",
 }
 """Code -> what it means."""
 

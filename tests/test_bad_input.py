@@ -102,13 +102,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tup
     "plan": (
         hfpatch.plan,
         lambda: {"model": model()},
-        ("model", "only", "include", "exclude", "added_modules", "compute_dtype", "options"),
+        ("model", "only", "include", "exclude", "added_modules", "compute_dtype", "options", "trust"),
     ),
     "apply": (
         hfpatch.apply,
         lambda: {"model": model(), "verbose": False},
-        ("model", "verbose", "only", "include", "exclude", "added_modules", "compute_dtype", "options"),
+        ("model", "verbose", "only", "include", "exclude", "added_modules", "compute_dtype", "options", "trust"),
     ),
+    "register": (hfpatch.register, lambda: {"patch": registry.get("eps-alignment").patch}, ("patch", "id")),
+    "unregister": (hfpatch.unregister, dict, ("id",)),
     "status": (hfpatch.status, lambda: {"model": model()}, ("model", "compare")),
     "verify": (
         hfpatch.verify,
@@ -203,6 +205,8 @@ def test_absurd_arguments_get_a_sentence(name: str, monkeypatch: pytest.MonkeyPa
                 if label in ("object", "silent") and (name, argument) not in ANYTHING_WILL_DO:
                     wrong.append(f"{argument}={label} was taken")
     hfpatch.revert(model())
+    for patch_id in registry.by_hand():
+        hfpatch.unregister(patch_id)
     assert not wrong, "\n".join(wrong)
 
 

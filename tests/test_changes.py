@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
@@ -18,16 +19,27 @@ from hfpatch.patching.kinds.choose_attention import ChooseAttention
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.expansion import Expansion
+from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.one_plus_tanh import Bounded
 from hfpatch.patching.kinds.set_attribute import SetAttribute
 from hfpatch.patching.kinds.set_tensor import SetTensor
 from hfpatch.patching.kinds.states import show
+
+
+@dataclass(frozen=True)
+class Scale:
+    by: float
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        return output * self.by
+
 
 CHANGES: dict[str, Change] = {
     "eps -> 1e-06": SetAttribute("eps", 1e-6),
     "tensor bias -> zeros": SetTensor("bias", Zeros()),
     "input dtype -> float32": CastInput(DtypeRule(torch.float32)),
     "output dtype -> that of its weights": CastOutput(DtypeRule(torch.float16, ())),
+    "output -> Scale(by=0.5)": MapOutput(Scale(0.5)),
     "input compute dtype -> float32": ComputeInFloat32(),
     "attention -> eager": ChooseAttention("eager"),
     "adapter a, b -> a: 1 more modules (q); b: 2 more modules (q, k)": AddTargets(

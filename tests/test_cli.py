@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from hfpatch import patches
 from hfpatch.cli import main
 from hfpatch.lab.tiny import tiny_config
 from hfpatch.patching import registry
@@ -155,33 +156,59 @@ def test_verify(tmp_path: Path) -> None:
     assert {c["kind"] for c in shown["cases"]} == {"repro", "left alone"}
 
 
+def offered(folder: Path, name: str, text: str) -> str:
+    """An installed package that offers a patch. Returns the path it is found on."""
+    (folder / f"{name.replace('-', '_')}.py").write_text(text)
+    info = folder / "x-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[hfpatch.patches]\n{name} = {name.replace('-', '_')}\n")
+    return str(folder)
+
+
 def test_verify_fails_with_exit_1(tmp_path: Path) -> None:
     """A patch from another package whose repro it does not cure."""
     source = registry.get("eps-alignment").file.read_text()
-    (tmp_path / "cures_nothing.py").write_text(
-        source.replace("value=lambda context, _target: backbone_eps(context)", "value=lambda _c, _t: 0.5")
-    )
-    (tmp_path / "x-1.dist-info").mkdir()
-    (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
-    (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = cures_nothing\n")
-    done = process("verify", "cures-nothing", PYTHONPATH=str(tmp_path))
+    cures_nothing = source.replace("value=lambda context, _target: backbone_eps(context)", "value=lambda _c, _t: 0.5")
+    done = process("verify", "cures-nothing", PYTHONPATH=offered(tmp_path, "cures-nothing", cures_nothing))
     assert done.returncode == 1, done.stderr
     assert "failed" in done.stdout
     assert "0.5" in done.stdout
 
 
-def test_a_broken_patch_file_is_named_and_the_others_listed(tmp_path: Path, checkpoint: Path) -> None:
-    (tmp_path / "broken_one.py").write_text("PATCH = (\n")
-    (tmp_path / "x-1.dist-info").mkdir()
-    (tmp_path / "x-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n")
-    (tmp_path / "x-1.dist-info" / "entry_points.txt").write_text("[hfpatch.patches]\nx = broken_one\n")
-    done = process("list", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2
-    assert "broken_one.py:1: SyntaxError" in done.stderr
+def test_a_broken_file_of_a_package_is_named_where_it_is_asked_for(tmp_path: Path, checkpoint: Path) -> None:
+    path = offered(tmp_path, "broken-one", "PATCH = (\n")
+    done = process("list", PYTHONPATH=path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "broken-one" in done.stdout
     assert "eps-alignment" in done.stdout
-    done = process("plan", checkpoint, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0
-    assert "broken_one.py:1: SyntaxError" in done.stderr
+    done = process("explain", "broken-one", PYTHONPATH=path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hfpatch: broken-one of x 1: ")
+    assert line.endswith("broken_one.py:1: SyntaxError: '(' was never closed")
+    done = process("plan", checkpoint, "--include", "broken-one", "--json", PYTHONPATH=path)
+    (row,) = (d for d in json.loads(done.stdout)["decisions"] if d["patch"] == "broken-one")
+    assert (done.returncode, row["decision"], row["code"], row["origin"]) == (0, "refused", "patch-raised", "x 1")
+    assert "broken_one.py:1: SyntaxError" in row["reason"]
+    assert "broken-one (x 1)" in " ".join(process("plan", checkpoint, PYTHONPATH=path).stdout.split())
+
+
+def test_a_broken_file_of_ours_is_named_and_the_others_listed(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_one.py").write_text("PATCH = (\n")
+    monkeypatch.setattr(patches, "__path__", [*patches.__path__, str(tmp_path)])
+    registry._discover.cache_clear()
+    try:
+        listed, planned = hfpatch("list"), hfpatch("plan", checkpoint)
+    finally:
+        registry._discover.cache_clear()
+    assert listed.returncode == 2
+    assert "broken_one.py:1: SyntaxError" in listed.stderr
+    assert "eps-alignment" in listed.stdout
+    assert planned.returncode == 0
+    assert "broken_one.py:1: SyntaxError" in planned.stderr
 
 
 @pytest.mark.parametrize("verb", ["inspect", "plan"])

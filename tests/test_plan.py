@@ -146,7 +146,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, found: dict[str, registry.Entry]
     """Let these be the patches that there are; `found` may gain others."""
     monkeypatch.setattr(registry, "entries", lambda: found)
     monkeypatch.setattr(registry, "get", lambda name: found[name])
-    monkeypatch.setattr(registry, "match", lambda name: [name])
+    monkeypatch.setattr(registry, "match", lambda name, also=(): [name])
 
 
 def test_two_values_for_one_slot_are_a_conflict_found_in_the_plan(tiny: Any, monkeypatch: Any) -> None:

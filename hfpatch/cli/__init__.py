@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hfpatch.cli import check, demo, explain, inspect, listing, plan, prove, replay, scan, trace, verify
+from hfpatch.cli import check, demo, explain, inspect, listing, new, plan, prove, replay, scan, trace, verify
 from hfpatch.errors import HfpatchError
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("list")(listing.list_patches)
 app.command("explain")(explain.explain)
+app.command("new")(new.new)
 app.command("prove")(prove.prove)
 app.command("verify")(verify.verify)
 app.command("trace")(trace.trace)

@@ -13,7 +13,10 @@ def list_patches(
     architecture: Annotated[str | None, typer.Option(help="Only patches written for this model_type.")] = None,
     json: Json = False,
 ) -> None:
-    """List the patches. JSON: `{"patches": [{id, title, architectures, effect, ...}]}`."""
+    """List the patches. Those of installed packages are listed from metadata: none of their code runs.
+
+    JSON: `{"patches": [{id, title, architectures, effect, ...}], "installed": [{id, package, version, ...}]}`.
+    """
     failed = broken_patch_files()
     from hfpatch.patching.catalogue import list_patches as found
 

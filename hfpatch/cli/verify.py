@@ -26,8 +26,8 @@ def verify(
         str | None,
         typer.Argument(
             metavar="[PATCH | MODEL]",
-            help="Id or glob of patches; or a model: a local directory, or a hub name in the local cache. "
-            "Default: all patches.",
+            help="Id or glob of patches, or a patch file; or a model: a local directory, or a hub name in the local "
+            "cache. Default: all patches.",
             show_default=False,
         ),
     ] = None,
@@ -72,15 +72,20 @@ def verify(
 
 
 def _patches(name: str | None, wants_model: bool) -> list[str] | None:
-    """Return the ids of the patches that a name stands for; None if it is a model.
+    """Return the ids of the patches that a name stands for; None if it is a model. A patch file is registered.
 
     Raises:
         UnknownPatchError: It is neither a patch nor a model.
+        InputError: There is no such patch file, or its id is in use.
+        PatchFileError: The patch file does not load.
     """
     from hfpatch.patching import registry
+    from hfpatch.patching.registering.register import register
 
+    if name is not None and name.endswith(".py"):
+        return [register(name)]
     try:
-        return registry.match(name or "*")
+        return registry.match(name) if name else sorted(registry.entries())
     except UnknownPatchError as error:
         if wants_model or "/" in str(name) or Path(str(name)).exists():
             return None
@@ -92,13 +97,14 @@ def _patches(name: str | None, wants_model: bool) -> list[str] | None:
 def _verify_patches(ids: list[str], json: bool, failed: bool) -> None:
     from hfpatch.patching import registry
 
+    entries = [registry.get(patch_id) for patch_id in ids]
     quiet_transformers()
     import torch
 
     from hfpatch.patching.verifying.proving import CaseResults, prove_patch
 
     torch.set_num_threads(1)  # the cases are tiny: more threads would be slower
-    results = CaseResults(result for patch_id in ids for result in prove_patch(registry.get(patch_id)))
+    results = CaseResults(result for entry in entries for result in prove_patch(entry))
     show(results, json)
     if not results.passed or failed:
         raise typer.Exit(2 if failed else 1)

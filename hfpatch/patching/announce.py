@@ -13,7 +13,7 @@ def announcement(made: Decisions) -> list[str]:
     lines = [f"hfpatch: {text}" for text in _worst([d for d in decisions if d.worst])]
     by_patch: dict[str, list[Decision]] = {}
     for d in sorted(made.of("applied"), key=lambda d: not d.vital):
-        by_patch.setdefault(d.patch, []).append(d)
+        by_patch.setdefault(d.title, []).append(d)
     done = [
         f"hfpatch: {patch} applied ({', '.join(sorted({str(d.effect) for d in ds}))}): "
         f"{_counted(sum(len(d.edits) for d in ds))} in {_places(ds)}; {ds[0].reason}"
@@ -25,16 +25,16 @@ def announcement(made: Decisions) -> list[str]:
         done = [*done[:shown], f"hfpatch: {'and ' if shown else ''}{_more(list(by_patch)[shown:], shown)}"]
     lines += done
     if not done:
-        before = [d.patch for d in decisions if d.already]
+        before = [d.title for d in decisions if d.already]
         lines.append(f"hfpatch: nothing to apply{f'; already applied: {_listed(before)}' if before else ''}")
     if otherwise := [f"{d.patch}: {d.otherwise}" for d in decisions if d.otherwise]:
         lines[-1:] = [f"{lines[-1]}; {otherwise[0]}"]
     opt_in = [d for d in made.of("opt-in") if d.suggested and not d.worst]
     refused = [d for d in made.of("refused") if d.vital is not None and d.unasked and not d.worst]
     if opt_in:
-        lines.append(f"hfpatch: opt-in, not applied: {_listed(d.patch for d in opt_in)} ({opt_in[0].hint})")
+        lines.append(f"hfpatch: opt-in, not applied: {_listed(d.title for d in opt_in)} ({opt_in[0].hint})")
     elif refused and not done:
-        lines.append(f"hfpatch: refused: {refused[0].patch}: {refused[0].reason}")
+        lines.append(f"hfpatch: refused: {refused[0].title}: {refused[0].reason}")
     if len(lines) < 2:
         lines.append("hfpatch: print(handle) shows the plan; .verify(batch) proves it; .revert() undoes it")
     return lines

@@ -93,6 +93,7 @@ def plan(
     added_modules: Any = None,
     compute_dtype: str | torch.dtype | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    trust: Names = None,
 ) -> Plan:
     """Decide what each patch would do to a loaded model. Changes nothing.
 
@@ -105,6 +106,8 @@ def plan(
         added_modules: Paths (globs) or modules that you added, if they are not detected.
         compute_dtype: The dtype the model will run in, if its weights have another one now.
         options: Options of patches: `{patch id: {name: value}}`.
+        trust: Names of installed packages whose patches are imported and planned too. A patch of an installed package
+            is imported otherwise only if `only` or `include` names it. It is opt-in, whatever its effect.
 
     Returns:
         The plan. Prints as a table.
@@ -112,7 +115,8 @@ def plan(
     Raises:
         NotAModelError: `model` holds no torch module.
         UnknownPatchError: A name matches no patch.
-        PatchFileError: The file of a named patch does not load.
+        PatchFileError: The file of a named patch of hfpatch itself does not load. If the code of an installed package's
+            patch fails, that patch is refused.
         ConflictError: Two patches want different values in the same place.
         InputError: Another argument is invalid.
     """
@@ -123,6 +127,7 @@ def plan(
         "added_modules": added_modules,
         "compute_dtype": compute_dtype,
         "options": options,
+        "trust": trust,
     }
     made = decisions(model, **arguments)
     origin = Origin(weakref.ref(root_module(model)), arguments)
@@ -139,6 +144,7 @@ def apply(
     added_modules: Any = None,
     compute_dtype: str | torch.dtype | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    trust: Names = None,
 ) -> Applied:
     """Patch a loaded model in place.
 
@@ -155,6 +161,7 @@ def apply(
         added_modules: As for `hfpatch.plan`.
         compute_dtype: As for `hfpatch.plan`.
         options: As for `hfpatch.plan`.
+        trust: As for `hfpatch.plan`.
 
     Returns:
         A handle: `.plan`, `.edits`, `.verify(batch)`, `.revert()`; also a context manager.
@@ -174,6 +181,7 @@ def apply(
             added_modules=added_modules,
             compute_dtype=compute_dtype,
             options=options,
+            trust=trust,
         )
         return _applied(made, root_module(model), only, verbose=verbose)
 

@@ -9,6 +9,7 @@ from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.patching import registry
+from hfpatch.patching.registering.installed import offers
 from hfpatch.patching.registry import Entry
 
 if TYPE_CHECKING:
@@ -17,26 +18,34 @@ if TYPE_CHECKING:
 Names = str | Iterable[str] | None
 
 
-def names(given: Names) -> list[str]:
-    """Return a caller's patch names as a list.
+def names(given: Names, takes: str = "only=, include= and exclude= take patch ids or globs") -> list[str]:
+    """Return a caller's names as a list.
+
+    Args:
+        given: The names.
+        takes: The beginning of the error message.
 
     Raises:
         InputError: The argument is neither a string nor a collection of strings.
     """
     found: Any = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(found, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in found):
-        raise InputError(f"only=, include= and exclude= take patch ids or globs, got {shown(given)}")
+        raise InputError(f"{takes}, got {shown(given)}")
     return list(found)
 
 
-def ids(given: Names) -> set[str]:
+def ids(given: Names, also: Iterable[str] = ()) -> set[str]:
     """Return the ids of the patches that ids and globs match.
+
+    Args:
+        given: The ids and globs.
+        also: Ids that they may match too, e.g. those in the records of a model.
 
     Raises:
         InputError: The argument is neither a string nor a collection of strings.
         UnknownPatchError: A name matches no patch.
     """
-    return {patch_id for name in names(given) for patch_id in registry.match(name)}
+    return {patch_id for name in names(given) for patch_id in registry.match(name, also)}
 
 
 def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
@@ -51,7 +60,9 @@ def settings(entries: Mapping[str, Entry], given: Mapping[str, Mapping[str, Any]
         raise InputError(f"options= takes {{patch id: {{name: value}}}}, got {shown(given)}")
     for patch_id, settings in (given or {}).items():
         if patch_id not in entries:
-            raise registry.unknown(patch_id, entries)
+            if patch_id in offers():
+                raise InputError(f"options: {patch_id} is of an installed package: name it in only= or include= too")
+            raise registry.unknown(patch_id, (*entries, *offers()))
         for name in settings:
             if name not in entries[patch_id].patch.options:
                 have = ", ".join(entries[patch_id].patch.options) or "none"

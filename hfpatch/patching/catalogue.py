@@ -9,18 +9,26 @@ from typing import Any, overload
 from hfpatch.given import TEXT, optional, want
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, HEADINGS, Case, NotNeeded
+from hfpatch.patching.registering.installed import Offer, offers
 from hfpatch.patching.registry import Entry
 from hfpatch.report import Sheet, Shown
 
+NOT_IMPORTED = "of an installed package, not imported"
 MANY = 8
 """From this number on, similar cases are counted instead of listed."""
 
 
 @dataclass(frozen=True, repr=False)
 class Catalogue(Shown, Sequence[Entry]):
-    """The patches, as a sequence that prints as a table."""
+    """The patches, as a sequence that prints as a table.
+
+    Attributes:
+        entries: The patches of hfpatch itself and those that were registered by hand.
+        offers: The patches that installed packages offer, as their metadata says; none of them was imported for this.
+    """
 
     entries: tuple[Entry, ...]
+    offers: tuple[Offer, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -36,16 +44,32 @@ class Catalogue(Shown, Sequence[Entry]):
         return iter(self.entries)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all entries as plain values, for JSON."""
-        return {"patches": [e.to_dict() for e in self.entries]}
+        """Return patches (`Entry.to_dict`) and installed (id, package, version, module, fault), for JSON."""
+        offered = [
+            {
+                "id": o.id,
+                "package": o.package.name,
+                "version": o.package.version,
+                "module": o.module,
+                "fault": fault(o),
+            }
+            for o in self.offers
+        ]
+        return {"patches": [e.to_dict() for e in self.entries], "installed": offered}
 
     def sheet(self) -> Sheet:
         """Return a table with a row per patch."""
-        rows = tuple((e.id, e.effect, f"{e.patch.title}\n({_serves(e, few=True)})") for e in self.entries)
+        rows = [
+            (f"{e.id}\n{e.origin}".strip(), e.effect, f"{e.patch.title}\n({_serves(e, few=True)})")
+            for e in self.entries
+        ]
+        rows += [(f"{o.id}\n{o.package}", "opt-in", fault(o) or NOT_IMPORTED) for o in self.offers]
+        more = f", and {len(self.offers)} of installed packages" if self.offers else ""
         return Sheet(
-            f"{len(rows)} patches",
+            f"{len(self.entries)} patches{more}",
             ("patch", "effect", "what it does (architectures)"),
-            rows,
+            tuple(rows),
+            ("hfpatch explain ID imports a patch of an installed package, and shows what it does",) * bool(self.offers),
             wide=("what it does (architectures)",),
         )
 
@@ -64,6 +88,9 @@ class Explanation(Shown):
         """Return the documentation as a table."""
         entry, patch = self.entry, self.entry.patch
         rows: list[tuple[str, str]] = [
+            *((("from", f"{entry.origin}, {entry.file}"),) if entry.origin else ()),
+            *((("runs", "only if it is named, or its package is trusted (trust=)"),) if entry.package else ()),
+            *(("not used", fault(offer)) for offer in offers().get(entry.id, ()) if entry.package is None),
             ("serves", _serves(entry)),
             (
                 "effect",
@@ -82,7 +109,7 @@ class Explanation(Shown):
         rows += [("edit", str(edit)) for edit in patch.edits]
         rows += [("repros", text) for text in _alike(patch.repros)]
         rows += [("left alone", str(case)) for case in patch.leaves_alone]
-        rows += [(heading, f"{entry.sections[heading]}\n") for heading in HEADINGS]
+        rows += [(heading, f"{entry.sections[heading]}\n") for heading in HEADINGS if heading in entry.sections]
         return Sheet(f"{entry.id}: {patch.title}", ("", ""), tuple(rows), wide=("",))
 
 
@@ -90,21 +117,25 @@ def list_patches(architecture: str | None = None) -> Catalogue:
     """Return the patches in the registry.
 
     Args:
-        architecture: A `config.model_type`; None for the patches of all architectures.
+        architecture: A `config.model_type`; None for the patches of all architectures. The patches of installed
+            packages are listed in any case: metadata does not say which architectures they support.
     """
     want("list_patches", architecture=(architecture, optional(TEXT)))
-    return Catalogue(tuple(registry.entries().values() if architecture is None else registry.serving(architecture)))
+    mine = registry.entries().values() if architecture is None else registry.serving(architecture)
+    return Catalogue(tuple(mine), tuple(offer for offered in offers().values() for offer in offered))
 
 
 def explain(patch_id: str) -> Explanation:
     """Return the documentation of a patch: the fault, the fix, its numerics, limits, cases and sources.
+
+    This imports the patch if it is one of an installed package.
 
     Args:
         patch_id: Id of the patch.
 
     Raises:
         UnknownPatchError: No patch has this id; similar names are listed.
-        PatchFileError: The patch's file does not load.
+        PatchFileError: The patch's file does not load, or several installed packages use the id.
     """
     want("explain", patch_id=(patch_id, TEXT))
     return Explanation(registry.get(patch_id))
@@ -119,6 +150,13 @@ def _alike(cases: Iterable[Case]) -> list[str]:
         f"{what}: {len(group)} architectures, one case each" if len(group) > MANY else ", ".join(map(str, group))
         for what, group in groups.items()
     ]
+
+
+def fault(offer: Offer) -> str:
+    """Return why a patch of an installed package cannot be used; empty if it can, as far as metadata says."""
+    others = [str(o) for o in offers().get(offer.id, ()) if o != offer]
+    taken = registry.holder(offer.id) if offer.id in registry.entries() else " and ".join(others)
+    return offer.fault or (f"{offer} cannot use the id {offer.id!r}: it is that of {taken}" if taken else "")
 
 
 def _serves(entry: Entry, *, few: bool = False) -> str:

@@ -34,6 +34,7 @@ class Decision:
         unasked: True if `apply(model)` may run the patch without being asked for it by name.
         lapsed: A sentence about earlier edits that are no longer in force; empty if there are none.
         otherwise: A sentence about an edit in force that would get another value now; empty if there is none.
+        origin: Package and version that the patch comes from, or `registered by hand`; empty for hfpatch's own.
         code: The reason for scripts: a key of `hfpatch.codes.DECISIONS`.
     """
 
@@ -50,6 +51,7 @@ class Decision:
     unasked: bool = False
     lapsed: str = ""
     otherwise: str = ""
+    origin: str = ""
     code: DecisionCode = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -57,15 +59,25 @@ class Decision:
             raise ValueError(f"{self.patch}: code {self.code!r}: want one of {', '.join(DECISIONS)}")
 
     @property
+    def title(self) -> str:
+        """Id and origin of the patch."""
+        return f"{self.patch} ({self.origin})" if self.origin else self.patch
+
+    @property
     def worst(self) -> bool:
-        """True for a problem, which is shown first: a fault that can occur is not fixed, or an edit is gone."""
-        return bool(self.lapsed) or (self.decided == "refused" and bool(self.vital) and self.unasked)
+        """True for a problem, which is shown first: a fault that can occur is not fixed, an edit is gone, or the code
+        of a patch raised an error.
+        """
+        raised = self.code == "patch-raised"
+        return raised or bool(self.lapsed) or (self.decided == "refused" and bool(self.vital) and self.unasked)
 
     @property
     def worst_news(self) -> str:
         """A sentence about the problem."""
         if self.lapsed:
             return self.lapsed
+        if self.code == "patch-raised":
+            return f"refused: {self.reason}"
         where = f" in {self.submodel}" if self.submodel else ""
         return f"NOT FIXED{where}: {self.patch} is refused: {self.reason}"
 
@@ -88,6 +100,7 @@ class Decision:
         """Return the decision as plain values, for JSON."""
         return {
             "patch": self.patch,
+            "origin": self.origin,
             "submodel": self.submodel,
             "decision": self.decided,
             "code": self.code,
@@ -146,7 +159,7 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
         edits = d.what if d.decided in ("applied", "opt-in") else ""
         where = f"in {d.submodel}" if d.submodel else ""
         text = "\n".join(t for t in (where, d.lapsed, edits, d.reason, d.otherwise, d.hint) if t)
-        rows.append((d.patch, d.decided, d.effect or "-", text))
+        rows.append((f"{d.patch}\n{d.origin}".strip(), d.decided, d.effect or "-", text))
     others = ", ".join(dict.fromkeys(d.patch for d in idle if d.patch not in {s.patch for s in shown}))
     nothing = [f"nothing to do here for {others}; only= (--only) shows why"] if others else []
     notes = (*lapsed, *nothing, *plan.unknown)

@@ -4,6 +4,7 @@
     set_tensor         replace the values of a parameter or buffer in place
     cast_input         cast the input of a module
     cast_output        cast the output of a module
+    map_output         pass the output of a module through a function
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import RefusedError
+from hfpatch.given import FUNCTION, want
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.kinds.base import Change
 from hfpatch.patching.kinds.set_attribute import SetAttribute
@@ -29,6 +31,7 @@ from hfpatch.patching.kinds.states import show
 from hfpatch.patching.select import Selection
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from hfpatch.patching.kinds.dtype_rule import DtypeRule
@@ -210,6 +213,32 @@ def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template
         return CastOutput(_rule(to, context, target))
 
     return Template(where, change, f"cast output to {_named(to)}")
+
+
+def map_output(where: Selection, function: Callable[[torch.Tensor], torch.Tensor], text: str) -> Template:
+    """Pass the output of each module through a function: a soft cap, a scale.
+
+    The function gets the output tensor, or the first item of a tuple, and returns a tensor of the same shape. If the
+    forward of the module returns something else, it raises `RefusedError`.
+
+    Args:
+        where: The modules.
+        function: A function defined at the top of a module, or a frozen dataclass with a `__call__`, whose fields are
+            its constants. A lambda and a function of a notebook work too, but are lost when the model is pickled and
+            loaded in another process, with a warning.
+        text: A few words about the edit.
+
+    Raises:
+        InputError: `function` cannot be called with one argument, or is a module.
+    """
+    want("map_output", function=(function, FUNCTION))
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.map_output import MapOutput
+
+        return MapOutput(function)
+
+    return Template(where, change, text)
 
 
 def in_float32(where: Selection) -> Template:

@@ -15,6 +15,8 @@ from hfpatch.patching.decision import Decision, Decisions
 from hfpatch.patching.kinds.states import show
 from hfpatch.patching.proofs.lookup import proof_verdict
 from hfpatch.patching.record import record_at, state_of
+from hfpatch.patching.registering import foreign
+from hfpatch.patching.registering.installed import of_packages
 from hfpatch.patching.unserved import STREAM, all_within, unserved
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ def decisions(
     added_modules: Any = None,
     compute_dtype: str | torch.dtype | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    trust: Names = None,
 ) -> Decisions:
     """Decide what each patch would do to a loaded model. Changes nothing. See `hfpatch.plan`."""
     import torch
@@ -50,8 +53,10 @@ def decisions(
     list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
     excluded = ids(exclude)
     dtype = as_dtype(compute_dtype)
+    trusted = of_packages(names(trust, "trust= takes names of installed packages"))
+    considered = asked | trusted if wanted is None else wanted
+    entries, found = foreign.loaded(entries, considered - excluded, trusted)
     chosen_options = settings(entries, options)
-    found: list[Decision] = []
     for entry in entries.values():
         if wanted is not None and entry.id not in wanted:
             continue
@@ -61,7 +66,7 @@ def decisions(
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
         # conditions and repros run models, whose dtypes must not depend on the caller's autocast region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            found.extend(decide(entry, survey, dtype, chosen, proof_verdict))
+            found.extend(foreign.guarded(entry, lambda e=entry, o=chosen: decide(e, survey, dtype, o, proof_verdict)))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
         rows = _not_served(survey, dtype, found)
         beside = (d for d in found if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more
@@ -69,7 +74,8 @@ def decisions(
     everything = SUGGESTED in names(include)
     decided = tuple(opt_in(d, d.patch in asked or (everything and d.suggested)) for d in found)
     _check_conflicts(survey.root, decided)
-    return Decisions(type(survey.root).__name__, decided, _unknown(survey, dtype), frozenset(asked))
+    unknown = (*_unknown(survey, dtype), *(foreign.left_out({*entries, *considered}) if wanted is None else ()))
+    return Decisions(type(survey.root).__name__, decided, unknown, frozenset(asked))
 
 
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:

@@ -30,6 +30,7 @@ class Record:
         patch: Id of the patch.
         change: The change to the module; comparable and picklable.
         before: The data that the change needs to restore the module.
+        origin: As in `Entry.origin`, when the edit was made.
         phase: `writing` or `undoing` during these, and after an interruption of one; otherwise `written`.
     """
 
@@ -38,6 +39,12 @@ class Record:
     change: Change
     before: Any
     phase: Phase = "written"
+    origin: str = ""
+
+    @property
+    def title(self) -> str:
+        """Id and origin of the patch."""
+        return f"{self.patch} ({self.origin})" if self.origin else self.patch
 
     @property
     def slot(self) -> str:

@@ -1,44 +1,54 @@
-"""Finds the patches: those in `patches/`, and other packages' through the entry point group `hfpatch.patches`.
+"""The patches by id: those in `patches/`, those that were registered by hand, and those of installed packages.
 
-There is no list to maintain: a file that defines `PATCH` is a patch.
-An entry point names a module that defines `PATCH`, or a package whose files do.
+There is no list to maintain: a file in `patches/` that defines `PATCH` is a patch. The code of an installed package
+runs only when one of its patches is asked for by `get`; everything else reads its metadata.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import importlib
-import importlib.util
-import inspect
-import sys
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from hfpatch import patches
 from hfpatch.errors import PatchFileError, UnknownPatchError
-from hfpatch.patching.language import ANY, HEADINGS, Patch
-from hfpatch.patching.proofs.proof import digest_of_file
+from hfpatch.patching.language import ANY, Patch
+from hfpatch.patching.proofs.proof import digest_of_file, unsaved
 from hfpatch.patching.proofs.shelf import proved_names, shipped
+from hfpatch.patching.registering import patch_file
+from hfpatch.patching.registering.installed import Package, offers
 
-GROUP = "hfpatch.patches"
 NOT_PATCHES = {"__init__", "architecture"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A patch in the registry: its id, its declaration and its file."""
+    """A patch in the registry.
+
+    Attributes:
+        id: Its id.
+        patch: Its declaration.
+        file: Its file; for a `Patch` that was registered by hand, where its condition was written.
+        sections: The file's docstring by heading; empty for a `Patch` that was registered by hand.
+        package: The installed package that it belongs to; None for hfpatch's own and for those registered by hand.
+        registered: True if it was registered by hand.
+    """
 
     id: str
     patch: Patch
     file: Path
     sections: dict[str, str]
-    """The file's docstring by heading."""
+    package: Package | None = None
+    registered: bool = False
+
+    @property
+    def origin(self) -> str:
+        """Name and version of its package, or `registered by hand`; empty for hfpatch's own."""
+        return str(self.package) if self.package else "registered by hand" if self.registered else ""
 
     @property
     def family(self) -> str:
@@ -47,13 +57,13 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that identify the code of the patch's file."""
-        return digest_of_file(self.file)
+        """Twelve hex digits that identify the code of the patch's file; without a file, a word of this process."""
+        return digest_of_file(self.file) if self.file.is_file() else unsaved(self.patch)
 
     @property
     def proved(self) -> tuple[str, ...]:
         """The architectures for which a shipped proof of this patch says so; empty without `serves`."""
-        return proved_names(self.file) if self.patch.serves else ()
+        return proved_names(self.file, self.digest) if self.patch.serves else ()
 
     @property
     def tried(self) -> frozenset[str]:
@@ -78,6 +88,7 @@ class Entry:
         """Return the declaration as plain values: an entry of `hfpatch list --json`."""
         return {
             "id": self.id,
+            "origin": self.origin,
             "title": self.patch.title,
             "family": self.family,
             "architectures": list(self.architectures),
@@ -97,31 +108,41 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """Return every patch that loads, by id. A file that does not load gives a warning with file and line."""
+    """Return hfpatch's own patches and those that were registered by hand, by id.
+
+    A file that does not load gives a warning with file and line.
+    """
     found, broken = _discover()
     for error in broken.values():
         warnings.warn(str(error), stacklevel=2)
-    return found
+    return dict(sorted({**found, **_registered}.items()))
 
 
 def broken() -> dict[str, PatchFileError]:
-    """Return the errors of patch files that do not load, by the id of the patch."""
+    """Return the errors of hfpatch's own patch files that do not load, by the id of the patch."""
     return _discover()[1]
 
 
+def known(patch_id: str) -> Entry | None:
+    """Return a patch that this process has loaded; None if there is none of that id. Imports nothing foreign."""
+    return _registered.get(patch_id) or _discover()[0].get(patch_id) or _imported.get(patch_id)
+
+
 def get(patch_id: str) -> Entry:
-    """Return a patch by its id.
+    """Return a patch by its id. This imports the module of a patch of an installed package.
 
     Raises:
         UnknownPatchError: No patch has this id; similar names are listed.
-        PatchFileError: The patch's file does not load.
+        PatchFileError: The patch's file does not load, or several installed packages use the id.
     """
-    found, errors = _discover()
-    if patch_id in errors:
-        raise errors[patch_id]
-    if patch_id not in found:
-        raise unknown(patch_id, found)
-    return found[patch_id]
+    if (entry := known(patch_id)) is not None:
+        return entry
+    if patch_id in broken():
+        raise broken()[patch_id]
+    if patch_id not in offers():
+        raise unknown(patch_id, (*entries(), *offers()))
+    _imported[patch_id] = entry = _of_package(patch_id)
+    return entry
 
 
 def serving(architecture: str) -> list[Entry]:
@@ -129,19 +150,23 @@ def serving(architecture: str) -> list[Entry]:
     return [entry for entry in entries().values() if entry.serves(architecture)]
 
 
-def match(pattern: str) -> list[str]:
-    """Return the ids that an id or glob matches.
+def match(pattern: str, also: Iterable[str] = ()) -> list[str]:
+    """Return the ids that an id or glob matches, those of installed packages too. Imports nothing foreign.
+
+    Args:
+        pattern: The id or glob.
+        also: More ids that it may match.
 
     Raises:
         UnknownPatchError: It matches no patch; similar names are listed.
         PatchFileError: It is the id of a patch whose file does not load.
     """
-    found, errors = _discover()
-    if pattern in errors:
-        raise errors[pattern]
-    names = fnmatch.filter(found, pattern)
+    ids = sorted({*entries(), *offers(), *also})
+    if pattern in broken() and pattern not in ids:
+        raise broken()[pattern]
+    names = fnmatch.filter(ids, pattern)
     if not names:
-        raise unknown(pattern, found)
+        raise unknown(pattern, ids)
     return names
 
 
@@ -153,6 +178,60 @@ def unknown(name: str, known: Iterable[str]) -> UnknownPatchError:
     return UnknownPatchError(f"no patch is called {name!r}: {hint}")
 
 
+def holder(patch_id: str) -> str:
+    """Return a few words about who uses an id; empty if nobody does."""
+    found, errors = _discover()
+    if patch_id in _registered:
+        return "a patch that is registered already"
+    if patch_id in found or patch_id in errors:
+        return "a patch of hfpatch itself"
+    return " and ".join(map(str, offers().get(patch_id, ())))
+
+
+def entry_of(patch: Patch) -> Entry | None:
+    """Return the entry with this very declaration that this process has loaded; None if there is none."""
+    loaded = (*_registered.values(), *_discover()[0].values(), *_imported.values())
+    return next((entry for entry in loaded if entry.patch is patch), None)
+
+
+def by_hand() -> tuple[str, ...]:
+    """Return the ids of the patches that were registered by hand."""
+    return tuple(_registered)
+
+
+def add(entry: Entry) -> None:
+    """Add a patch that was registered by hand."""
+    _registered[entry.id] = entry
+
+
+def drop(patch_id: str) -> None:
+    """Remove a patch that was registered by hand.
+
+    Raises:
+        UnknownPatchError: None of this id was.
+    """
+    if _registered.pop(patch_id, None) is None:
+        there = f"there are: {', '.join(sorted(_registered))}" if _registered else "none is"
+        raise UnknownPatchError(f"unregister: no patch called {patch_id!r} was registered by hand; {there}")
+
+
+_registered: dict[str, Entry] = {}
+"""Patches that were registered by hand, in this process."""
+_imported: dict[str, Entry] = {}
+"""Patches of installed packages that were asked for, in this process."""
+
+
+def _of_package(patch_id: str) -> Entry:
+    offer, *others = offers()[patch_id]
+    if others:
+        both = " and by ".join(map(str, (offer, *others)))
+        raise PatchFileError(f"{patch_id} is offered by {both}: uninstall one of them")
+    if offer.fault:
+        raise PatchFileError(f"{patch_id} of {offer.package}: {offer.fault}")
+    declared = patch_file.by_name(offer.module, whose=f"{patch_id} of {offer.package}: ")
+    return Entry(patch_id, declared.patch, declared.file, declared.sections, package=offer.package)
+
+
 @cache
 def _discover() -> tuple[dict[str, Entry], dict[str, PatchFileError]]:
     found: dict[str, Entry] = {}
@@ -162,7 +241,8 @@ def _discover() -> tuple[dict[str, Entry], dict[str, PatchFileError]]:
         try:
             if patch_id in found:
                 raise PatchFileError(f"{file}: the id {patch_id!r} is taken by {found[patch_id].file}")
-            found[patch_id] = _load(module_name, file, patch_id)
+            declared = patch_file.by_name(module_name, file)
+            found[patch_id] = Entry(patch_id, declared.patch, file, declared.sections)
         except PatchFileError as error:
             errors.setdefault(patch_id, error)
     return dict(sorted(found.items())), errors
@@ -171,61 +251,9 @@ def _discover() -> tuple[dict[str, Entry], dict[str, PatchFileError]]:
 def _modules() -> Iterator[tuple[str, Path]]:
     for folder in patches.__path__:
         yield from _files("hfpatch.patches", Path(folder))
-    for point in metadata.entry_points(group=GROUP):
-        try:
-            spec = importlib.util.find_spec(point.value)
-        except ImportError:
-            spec = None
-        if spec is None:
-            warnings.warn(f"entry point {point.name} = {point.value}: module not found", stacklevel=4)
-        elif spec.submodule_search_locations:
-            for folder in spec.submodule_search_locations:
-                yield from _files(point.value, Path(folder))
-        elif spec.origin:
-            yield point.value, Path(spec.origin)
 
 
 def _files(package: str, folder: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted(folder.rglob("*.py")):
         if file.stem not in NOT_PATCHES:
             yield ".".join((package, *file.relative_to(folder).with_suffix("").parts)), file
-
-
-def _load(module_name: str, file: Path, patch_id: str) -> Entry:
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        sys.modules.pop(module_name, None)
-        raise PatchFileError(f"{_where(error, file)}: {type(error).__name__}: {_first_line(error)}") from error
-    patch = getattr(module, "PATCH", None)
-    if not isinstance(patch, Patch):
-        raise PatchFileError(f"{file}:1: the file defines no PATCH = Patch(...)")
-    return Entry(patch_id, patch, file, _sections(inspect.getdoc(module) or "", file))
-
-
-def _reflow(text: str) -> str:
-    """Return a text with each paragraph on one line, to be wrapped to a width later."""
-    return "\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
-
-
-def _where(error: BaseException, file: Path) -> str:
-    if isinstance(error, SyntaxError):
-        return f"{error.filename or file}:{error.lineno or 1}"
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]
-    return f"{file}:{lines[-1] if lines else 1}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (error.msg if isinstance(error, SyntaxError) else str(error)).splitlines()[0] if str(error) else ""
-
-
-def _sections(doc: str, file: Path) -> dict[str, str]:
-    parts = doc.split("\n## ")
-    sections = {"": parts[0].strip()}
-    for part in parts[1:]:
-        heading, _, text = part.partition("\n")
-        sections[heading.strip()] = _reflow(text)
-    got = tuple(h for h in sections if h)
-    if got != HEADINGS:
-        raise PatchFileError(f"{file}:1: docstring headings are {got}, want {HEADINGS}")
-    return sections

@@ -68,7 +68,7 @@ class Status(Shown):
         return any(e.state.in_force for e in self.edits)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return model, patches and edits (path, patch, slot, before, after, state, now), for JSON."""
+        """Return model, patches and edits (path, patch, origin, slot, before, after, state, now), for JSON."""
         return {
             "model": self.model,
             "patches": list(self.patches),
@@ -76,6 +76,7 @@ class Status(Shown):
                 {
                     "path": e.path,
                     "patch": e.record.patch,
+                    "origin": e.record.origin,
                     "slot": e.record.slot,
                     "before": show(e.record.before),
                     "after": show(e.record.after),
@@ -95,13 +96,13 @@ class Status(Shown):
 
     def sheet(self) -> Sheet:
         """Return a table of the patches; those with edits no longer in force come first."""
-        ids = dict.fromkeys(e.record.patch for e in sorted(self.edits, key=lambda e: e.state.in_force))
+        titles = dict.fromkeys(e.record.title for e in sorted(self.edits, key=lambda e: e.state.in_force))
         rows: list[tuple[str, ...]] = []
-        for patch in ids:
-            mine = [e for e in self.edits if e.record.patch == patch]
+        for title in titles:
+            mine = [e for e in self.edits if e.record.title == title]
             words = Counter(e.state.word for e in sorted(mine, key=lambda e: e.state.in_force))
             states = words.popitem()[0] if len(words) == 1 else ", ".join(f"{n} {word}" for word, n in words.items())
-            rows.append((patch, str(len(mine)), states, mine[0].path or "the model itself"))
+            rows.append((title, str(len(mine)), states, mine[0].path or "the model itself"))
         notes = self.lapsed_lines() if rows else ("no patch of hfpatch is applied",)
         return Sheet(
             f"Status of {self.model}", ("patch", "edits", "state", "first at"), tuple(rows), notes, wide=("first at",)

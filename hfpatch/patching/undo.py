@@ -55,8 +55,9 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
             affected.
     """
     root = root_module(model)
-    wanted = None if only is None else ids(only)
-    kept = ids(exclude)
+    carried = {record.patch for _, _, record in logged(root)}  # of patches that are not installed here, too
+    wanted = None if only is None else ids(only, carried)
+    kept = ids(exclude, carried)
     with one_at_a_time():
         log = [
             entry

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import ApplyError
-from hfpatch.patching.decision import Decisions
+from hfpatch.patching.decision import Decision, Decisions
 from hfpatch.patching.edits import Edit
 from hfpatch.patching.kinds.states import show
 from hfpatch.patching.record import Record, add, advance, forget, logged, record_at, state_of
@@ -27,7 +27,7 @@ def carry_out(root: nn.Module, made: Decisions) -> str:
     try:
         for decision in made.of("applied"):
             for edit in decision.edits:
-                _do(root, edit, application, decision.patch)
+                _do(root, edit, application, decision)
     except BaseException:
         for _, module, record in reversed(logged(root, application)):
             undo(root, module, record)
@@ -35,23 +35,24 @@ def carry_out(root: nn.Module, made: Decisions) -> str:
     return application
 
 
-def _do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
+def _do(root: nn.Module, edit: Edit, application: str, decision: Decision) -> None:
     try:
-        do(root, edit, application, patch)
+        do(root, edit, application, decision)
     except Exception as error:
         raise ApplyError(
-            f"{patch}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
+            f"{decision.title}: {edit.slot} of {edit.path or 'the model'!r} could not become {show(edit.after)} "
             f"({type(error).__name__}: {error}); the edits before it are undone, so apply changes nothing"
         ) from error
 
 
-def do(root: nn.Module, edit: Edit, application: str, patch: str) -> None:
+def do(root: nn.Module, edit: Edit, application: str, decision: Decision) -> None:
     """Make one edit, its record first. An older edit of the same place, which is no longer in force, is undone."""
     change, module = edit.change, edit.module
     older = record_at(module, change.place)
     if older is not None:
         undo(root, module, older)
-    record = Record(application, patch, change, change.inverse(root, module), "writing")
+    before = change.inverse(root, module)
+    record = Record(application, decision.patch, change, before, "writing", decision.origin)
     add(module, record)
     try:
         change.write(root, module, record.before)

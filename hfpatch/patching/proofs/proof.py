@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -105,6 +106,19 @@ class Proof:
 def _plain(subject: Subject) -> dict[str, Any]:
     values = asdict(subject) | {"flags": subject.settings, "bodies": sorted(subject.bodies)}
     return values if values["flags"] else {key: value for key, value in values.items() if key != "flags"}
+
+
+_SESSION = f"unsaved-{secrets.token_hex(6)}"
+
+
+def unsaved(patch: object) -> str:
+    """Return what stands for the digest of a patch that is in no file: a notebook's. No other process has it."""
+    return f"{_SESSION}-{id(patch):x}"
+
+
+def is_saved(subject: Subject) -> bool:
+    """True if the patch is in a file, so that its proofs mean something to another process."""
+    return not subject.patch.startswith("unsaved-")
 
 
 @cache

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hfpatch.errors import InputError
-from hfpatch.patching.proofs.proof import Proof, Subject, digest_of_file
+from hfpatch.patching.proofs.proof import Proof, Subject, is_saved
 from hfpatch.report.files import write_atomically
 
 
@@ -26,9 +26,13 @@ def shipped(patch_file: Path) -> tuple[Proof, ...]:
     return _read(beside(patch_file), "hfpatch prove --write makes it again")
 
 
-def proved_names(patch_file: Path) -> tuple[str, ...]:
-    """Return the architectures for which a shipped proof of this patch says *proved*, of any release, sorted."""
-    digest = digest_of_file(patch_file)
+def proved_names(patch_file: Path, digest: str) -> tuple[str, ...]:
+    """Return the architectures for which a shipped proof of this patch says *proved*, of any release, sorted.
+
+    Args:
+        patch_file: The file of the patch.
+        digest: Of the patch as it is now.
+    """
     return tuple(
         sorted({p.subject.architecture for p in shipped(patch_file) if _says(p, digest) and p.outcome == "proved"})
     )
@@ -108,11 +112,15 @@ def cache_folder() -> Path:
 
 def cached(subject: Subject) -> Proof | None:
     """Return the proof of a subject in the cache; None if there is none."""
+    if not is_saved(subject):
+        return None
     return find(_read(cache_folder() / f"{subject.key}.json", "it is proved again"), subject)
 
 
 def keep(subject: Subject, proof: Proof) -> None:
     """Write a proof into the cache. A folder that cannot be written gives a warning, once."""
+    if not is_saved(subject):
+        return
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
 from hfpatch.model.survey import Survey
+from hfpatch.patching import registry
 from hfpatch.patching.deciding import CheckProof, decide, no_check, opt_in
 from hfpatch.patching.decision import Decisions
-from hfpatch.patching.language import ANY
+from hfpatch.patching.language import ANY, Patch
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.trial import build
@@ -94,14 +96,19 @@ class CaseResults(Shown, list[CaseResult]):
         return Sheet(title, ("patch", "kind", "", told), rows, wide=(told,))
 
 
-def prove_patch(entry: Entry) -> CaseResults:
+def prove_patch(entry: Entry | Patch) -> CaseResults:
     """Run every case of a patch. A repro for every architecture of a structure is run for those that are proved.
 
+    Args:
+        entry: An entry of `hfpatch.list_patches()`, or a `Patch`, registered or not.
+
     Raises:
-        InputError: `entry` is not an entry of `hfpatch.list_patches()`.
+        InputError: `entry` is neither.
     """
+    if isinstance(entry, Patch):
+        entry = registry.entry_of(entry) or Entry("unregistered", entry, Path(), {})
     if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches(), got {shown(entry)}")
+        raise InputError(f"prove_patch: want an entry of hfpatch.list_patches() or a Patch, got {shown(entry)}")
     cases = [(c, "repro") for c in repros(entry)] + [(c, "left alone") for c in entry.patch.leaves_alone]
     return CaseResults(try_case(entry, case, kind) for case, kind in cases)
 
@@ -121,7 +128,7 @@ def try_case(entry: Entry, case: Case, kind: str) -> CaseResult:
         return CaseResult(entry.id, kind, str(case), False, NO_GPU, skipped=True)
     try:
         return try_repro(entry, case) if kind == "repro" else _try_negative(entry, case)
-    except FAILURES as error:
+    except (*FAILURES, SystemExit) as error:
         return CaseResult(entry.id, kind, str(case), False, f"{type(error).__name__}: {error}")
 
 

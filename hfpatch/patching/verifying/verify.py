@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch.errors import UnknownPatchError
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import root_module
 from hfpatch.patching import registry
@@ -70,13 +69,12 @@ def _carried(root: nn.Module) -> list[Edited]:
 
 
 def _effects(root: nn.Module, patch: str, log: Sequence[tuple[nn.Module, Record]]) -> list[str]:
-    try:
-        effect = registry.get(patch).patch.effect
-    except UnknownPatchError:  # a patch of a package that is not installed here
+    entry = registry.known(patch)
+    if entry is None:  # not registered in this process, or of a package that was not asked for in it
         return ["unknown"] * len(log)
+    effect, options = entry.patch.effect, entry.patch.options
     if not callable(effect):
         return [effect] * len(log)
-    options = registry.get(patch).patch.options
     out: list[str] = []
     with suspended(root, log):
         survey = Survey(root)
