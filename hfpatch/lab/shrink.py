@@ -21,7 +21,22 @@ def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
         overrides: Config values; of the text part if the config has several. Lists follow `num_hidden_layers`.
     """
     default = DEFAULTS.get(cls.model_type, {})
-    have = cls(**copy.deepcopy(default))  # configs may modify their arguments
+    return _shrunk(cls(**copy.deepcopy(default)), default, kind, overrides)  # configs may modify their arguments
+
+
+def shrunk_like(config: Any, **overrides: Any) -> Any:
+    """Return a config of the same class as this one, with the same settings and the sizes of a tiny model.
+
+    Args:
+        config: A config, of a class of transformers or another.
+        overrides: Config values; of the text part if the config has several.
+    """
+    given = {key: value for key, value in config.to_dict().items() if not _computed(config, key)}
+    return type(config).from_dict({**given, **_shrunk(config, {}, "text", overrides)})
+
+
+def _shrunk(have: Any, default: Mapping[str, Any], kind: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    cls: Any = type(have)
     whole = "text_config" not in cls.sub_configs
     kept = _sizes(have, kind, overrides.get("num_hidden_layers") if whole else None)
     for name in cls.sub_configs:
@@ -30,7 +45,7 @@ def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
             kept[name] = {**shrunk(type(part), _kind(name, part), **wanted), "model_type": type(part).model_type}
     for key, value in copy.deepcopy({**default, **QUIRKS.get(cls.model_type, {})}).items():
         kept[key] = {**_mapping(kept.get(key, getattr(have, key, None))), **value} if isinstance(value, dict) else value
-    return kept | overrides if whole else kept
+    return {**kept, **overrides} if whole else kept
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import RefusedError, StalePlanError
 from hfpatch.given import FLAG, want
@@ -94,6 +94,7 @@ def plan(
     compute_dtype: str | torch.dtype | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     trust: Names = None,
+    prove: Literal["own"] | None = None,
 ) -> Plan:
     """Decide what each patch would do to a loaded model. Changes nothing.
 
@@ -108,6 +109,8 @@ def plan(
         options: Options of patches: `{patch id: {name: value}}`.
         trust: Names of installed packages whose patches are imported and planned too. A patch of an installed package
             is imported otherwise only if `only` or `include` names it. It is opt-in, whatever its effect.
+        prove: `"own"` to try patches on model classes of your own too, as naming a patch in `only` or `include` does. A
+            tiny model of your class is built from its config, offline, in another process with a time limit of 120 s.
 
     Returns:
         The plan. Prints as a table.
@@ -128,6 +131,7 @@ def plan(
         "compute_dtype": compute_dtype,
         "options": options,
         "trust": trust,
+        "prove": prove,
     }
     made = decisions(model, **arguments)
     origin = Origin(weakref.ref(root_module(model)), arguments)
@@ -145,6 +149,7 @@ def apply(
     compute_dtype: str | torch.dtype | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     trust: Names = None,
+    prove: Literal["own"] | None = None,
 ) -> Applied:
     """Patch a loaded model in place.
 
@@ -162,6 +167,7 @@ def apply(
         compute_dtype: As for `hfpatch.plan`.
         options: As for `hfpatch.plan`.
         trust: As for `hfpatch.plan`.
+        prove: As for `hfpatch.plan`.
 
     Returns:
         A handle: `.plan`, `.edits`, `.verify(batch)`, `.revert()`; also a context manager.
@@ -182,6 +188,7 @@ def apply(
             compute_dtype=compute_dtype,
             options=options,
             trust=trust,
+            prove=prove,
         )
         return _applied(made, root_module(model), only, verbose=verbose)
 

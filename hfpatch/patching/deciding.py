@@ -72,7 +72,7 @@ def considered(entry: Entry, context: Context) -> bool:
     """True if a patch is to be decided about for a submodel; the others are told that no case proves it there.
 
     Those are the architectures that it supports; for a patch with `serves` also those that were tried, and those that
-    can be: they have the structure, read tokens, and a tiny model of them can be built.
+    can be: they have the structure, read tokens, and a tiny model of them, or of the user's own class, can be built.
     """
     submodel, structure = context.submodel, entry.patch.serves
     if submodel is None or submodel.architecture in entry.patch.but:
@@ -84,8 +84,11 @@ def considered(entry: Entry, context: Context) -> bool:
     from hfpatch.atlas.atlas import architectures
     from hfpatch.lab.tiny import home
     from hfpatch.model.embed import find_embedding
+    from hfpatch.model.roles import own_class
+    from hfpatch.model.walk import is_stock
 
-    return home(submodel.architecture) in architectures() and find_embedding(submodel.model) is not None
+    theirs = not is_stock(own_class(submodel.model))
+    return (theirs or home(submodel.architecture) in architectures()) and find_embedding(submodel.model) is not None
 
 
 def _unlike(own: Decision, entry: Entry, context: Context, why_not: Refused, check: CheckProof) -> Decision:

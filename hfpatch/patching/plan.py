@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.dtypes import dtype_name
-from hfpatch.errors import ConflictError
+from hfpatch.errors import ConflictError, InputError
+from hfpatch.given import shown
 from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
@@ -39,6 +41,7 @@ def decisions(
     compute_dtype: str | torch.dtype | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     trust: Names = None,
+    prove: Literal["own"] | None = None,
 ) -> Decisions:
     """Decide what each patch would do to a loaded model. Changes nothing. See `hfpatch.plan`."""
     import torch
@@ -46,6 +49,8 @@ def decisions(
     from hfpatch.model.added import named_by_caller
     from hfpatch.model.survey import Survey
 
+    if prove not in (None, "own"):
+        raise InputError(f'plan: want "own" or None as prove=, got {shown(prove)}')
     survey = Survey(model, added_modules)
     entries = registry.entries()
     wanted = None if only is None else ids(only)
@@ -66,7 +71,8 @@ def decisions(
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
         # conditions and repros run models, whose dtypes must not depend on the caller's autocast region
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            found.extend(foreign.guarded(entry, lambda e=entry, o=chosen: decide(e, survey, dtype, o, proof_verdict)))
+            check = partial(proof_verdict, own=prove == "own" or entry.id in asked)
+            found.extend(foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check)))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
         rows = _not_served(survey, dtype, found)
         beside = (d for d in found if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more

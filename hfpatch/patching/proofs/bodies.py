@@ -17,6 +17,7 @@ from hfpatch.compat import accelerate
 from hfpatch.errors import InputError
 from hfpatch.lab.tiny import home, tiny_config
 from hfpatch.model.code import tree_of
+from hfpatch.model.roles import own_class
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
 from hfpatch.patching.context import Context
@@ -50,45 +51,49 @@ class Code:
 
     Attributes:
         classes: The classes of the modules that it selects, without wrappers.
-        stock: Forwards of transformers' own classes, name -> digest. Repros run them.
-        foreign: Forwards of other code: of a subclass, or set on one module. No repro of a tiny model runs them.
+        stock: Forwards of classes of transformers and torch, name -> digest. The repros run them.
+        own: Forwards of other classes, name -> digest. The repros of a stock tiny model do not run them.
+        set_here: Forwards that are set on one module. No tiny model has them.
     """
 
     classes: tuple[type, ...]
     stock: dict[str, str]
-    foreign: tuple[str, ...]
+    own: dict[str, str]
+    set_here: tuple[str, ...]
 
 
 def code_of(entry: Entry, context: Context) -> Code:
     """Return the forwards that the modules in a patch's `depends_on` would run."""
     stock: dict[str, str] = {}
-    foreign: dict[str, None] = {}
+    own: dict[str, str] = {}
+    set_here: dict[str, None] = {}
     classes: dict[type, None] = {}
     for where in entry.patch.depends_on:
         for target in where.targets(context):
             for module in _inner(target.module):
                 if "forward" in module.__dict__ and accelerate.HOOK not in module.__dict__:
-                    foreign[f"{target.path}.forward, set on this module"] = None
-                classes[type(module)] = None
+                    set_here[f"{target.path}.forward, set on this module"] = None
+                classes[own_class(module)] = None
     for cls in classes:
         owner = next(c for c in cls.__mro__ if "forward" in c.__dict__)
+        theirs = owner.__module__.startswith(("transformers.", "torch.nn."))
         name = f"{owner.__module__}.{owner.__qualname__}.forward"
-        if owner.__module__.startswith(("transformers.", "torch.nn.")):
-            stock[name] = digest(owner.__dict__["forward"])
-        else:
-            foreign[name] = None
-    return Code(tuple(classes), dict(sorted(stock.items())), tuple(foreign))
+        (stock if theirs else own)[name] = digest(owner.__dict__["forward"])
+    return Code(tuple(classes), dict(sorted(stock.items())), dict(sorted(own.items())), tuple(set_here))
 
 
 def subject(entry: Entry, context: Context, code: Code) -> Subject:
-    """Return what a proof has to be about to count for a submodel."""
+    """Return what a proof has to be about to count for a submodel; of a user's class, with its name as a flag."""
     assert context.submodel is not None  # noqa: S101 - its layers were selected
     flags = structural(context.submodel.model.config, code.classes)
+    if code.own:
+        cls = type(context.submodel.model)
+        flags["class"] = f"{cls.__module__}.{cls.__qualname__}"
     return Subject(
         entry.digest,
         context.submodel.architecture,
         json.dumps(flags, sort_keys=True),
-        frozenset(code.stock.values()),
+        frozenset([*code.stock.values(), *code.own.values()]),
         _release("torch"),
         _release("transformers"),
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hfpatch.compat import ranks
 from hfpatch.patching.context import Context
 from hfpatch.patching.language import Needed, NotNeeded, Refused
 from hfpatch.patching.proofs import shelf
 from hfpatch.patching.proofs.bodies import Code, code_of, subject
+from hfpatch.patching.proofs.own import prove_own
 from hfpatch.patching.proofs.proof import Proof, Subject
 from hfpatch.patching.registry import Entry
 
@@ -18,11 +21,16 @@ WAIT = 120
 """Seconds that a rank waits for rank 0's proof before it runs its own."""
 
 FOUND: dict[Subject, Proof] = {}
-"""Proofs on demand that this process has looked up."""
+"""Proofs on demand that this process has looked up or run."""
 
 
-def proof_verdict(entry: Entry, context: Context) -> Needed | NotNeeded | Refused | None:
+def proof_verdict(entry: Entry, context: Context, *, own: bool = False) -> Needed | NotNeeded | Refused | None:
     """Return None if a shipped proof covers a submodel, else what the proof on demand says.
+
+    Args:
+        entry: The patch.
+        context: The submodel.
+        own: True to prove classes that are not transformers' own too: they are built in another process.
 
     Returns:
         `Needed` with a remark if the patch was proved on demand, or if an architecture that is proved could not be
@@ -32,9 +40,15 @@ def proof_verdict(entry: Entry, context: Context) -> Needed | NotNeeded | Refuse
     if context.submodel is None or not entry.patch.depends_on:
         return None
     code = code_of(entry, context)
-    if code.foreign:
-        return Refused(f"it was not tested with {code.foreign[0]}, which no repro of this patch runs", "foreign-code")
+    if code.set_here:
+        return Refused(f"it was not tested with {code.set_here[0]}, which no repro of this patch runs", "foreign-code")
     about = subject(entry, context, code)
+    if code.own or about.architecture not in CONFIG_MAPPING:
+        if own:
+            return _of_own(entry, context.submodel.model, about)
+        name = next(iter(code.own), type(context.submodel.model).__qualname__)
+        why = f"it was not tested with {name}, which no repro of this patch runs"
+        return Refused(f'{why}; prove="own" tries it on a tiny model of your class', "foreign-code")
     if (proof := shelf.find(shelf.shipped(entry.file), about)) is None:
         return _on_demand(entry, about, code)
     match proof.outcome:
@@ -65,6 +79,22 @@ def _on_demand(entry: Entry, about: Subject, code: Code) -> Needed | NotNeeded |
             return _untried(entry, proof, runs)
 
 
+def _of_own(entry: Entry, model: PreTrainedModel, about: Subject) -> Needed | NotNeeded | Refused:
+    """Return what a proof on a tiny model of the user's own class says."""
+    if about not in FOUND:
+        FOUND[about] = _same_on_all_ranks(about, lambda: prove_own(entry, model, about))
+    proof, name = FOUND[about], type(model).__name__
+    match proof.outcome:
+        case "proved":
+            return Needed(f"proved here, on a tiny {name}")
+        case "harmless":
+            return NotNeeded(f"on a tiny {name}, {proof.text}")
+        case "not cured":
+            return Refused(f"tried here, it does not cure a tiny {name}: {proof.text}", "not-cured")
+        case "untried":
+            return Refused(f"it could not be tried on a tiny {name}: {proof.text}", "foreign-code")
+
+
 def _untried(entry: Entry, proof: Proof, runs: str) -> Needed | Refused:
     """Return a warning if this code is proved with another config, else a refusal."""
     name = proof.subject.name
@@ -82,20 +112,21 @@ def _shipped_for(entry: Entry, about: Subject) -> list[Proof]:
 def on_demand(entry: Entry, about: Subject) -> Proof:
     """Return the proof of a subject, from the cache or by running the repros now, the same on every rank."""
     if about not in FOUND:
-        FOUND[about] = _shared(entry, about)
+        FOUND[about] = _same_on_all_ranks(about, lambda: _cached_or_run(entry, about))
     return FOUND[about]
 
 
-def _shared(entry: Entry, about: Subject) -> Proof:
+def _same_on_all_ranks(about: Subject, run: Callable[[], Proof]) -> Proof:
+    """Return the proof that rank 0 has found; without an answer from it in time, that of this rank."""
     store = ranks.store()
     key = f"hfpatch/proof/{about.key}"
-    if store is not None and torch.distributed.get_rank() > 0:
+    if store is None:
+        return run()
+    if torch.distributed.get_rank() > 0:
         answer = ranks.wait_for(store, key, WAIT)
-        if answer is not None:
-            return Proof.from_dict(json.loads(answer))
-    proof = _cached_or_run(entry, about)
-    if store is not None and torch.distributed.get_rank() == 0:
-        store.set(key, json.dumps(proof.to_dict()))
+        return run() if answer is None else Proof.from_dict(json.loads(answer))
+    proof = run()
+    store.set(key, json.dumps(proof.to_dict()))
     return proof
 
 

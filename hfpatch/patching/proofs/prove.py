@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hfpatch.atlas.atlas import architectures
 from hfpatch.lab.overflow import NothingGrowsError
@@ -73,20 +73,25 @@ def _of_default(entry: Entry, plain: Proof) -> Subject | None:
     return replace(plain.subject, flags=json.dumps(flags, sort_keys=True)) if flags else None
 
 
-def prove(entry: Entry, architecture: str, about: Subject | None = None) -> Proof | None:
+Make = Callable[[Case], PreTrainedModel]
+"""Builds the tiny language model of a case."""
+
+
+def prove(entry: Entry, architecture: str, about: Subject | None = None, make: Make = tiny_of) -> Proof | None:
     """Run the repros of a patch with `serves` on a tiny model of an architecture.
 
     Args:
         entry: The patch.
         architecture: `config.model_type`.
         about: The subject for which a plan needs the proof; by default the tiny model of the default config.
+        make: Builds the tiny model.
 
     Returns:
         The proof; None if the tiny model has no submodel of this architecture that reads tokens, or one without the
         structure and with the fault.
     """
-    settings = about.settings if about else {}
-    found = _subject_of_tiny(entry, architecture, settings)
+    settings = about.settings if about and make is tiny_of else {}
+    found = _subject_of_tiny(entry, architecture, settings, make)
     if isinstance(found, str):
         return about and Proof(about, "untried", found)
     if found is None:
@@ -94,7 +99,7 @@ def prove(entry: Entry, architecture: str, about: Subject | None = None) -> Proo
     found, why_not = found
     if about and (other := about.bodies - found.bodies):
         return Proof(about, "untried", f"its tiny model does not run {len(other)} of the forwards that this model runs")
-    runs = [_run(entry, case, settings) for case in cases_of(entry, architecture)]
+    runs = [_run(entry, case, settings, make) for case in cases_of(entry, architecture)]
     tried = [run for run in runs if run.outcome != "untried"] or runs
     order: tuple[Outcome, ...] = ("not cured", "proved", "harmless", "untried")
     worst = min(tried, key=lambda run: order.index(run.outcome))
@@ -110,7 +115,9 @@ def cases_of(entry: Entry, architecture: str) -> list[Case]:
     return [replace(case, architecture=architecture) for case in named if case.device == "cpu"]
 
 
-def _subject_of_tiny(entry: Entry, architecture: str, settings: Mapping[str, Any]) -> tuple[Subject, str] | str | None:
+def _subject_of_tiny(
+    entry: Entry, architecture: str, settings: Mapping[str, Any], make: Make
+) -> tuple[Subject, str] | str | None:
     """Return the subject of the tiny models, and why they lack the structure; None if no such submodel reads tokens.
 
     If a tiny model cannot be built, returns why.
@@ -118,7 +125,7 @@ def _subject_of_tiny(entry: Entry, architecture: str, settings: Mapping[str, Any
     found: list[tuple[Subject, str]] = []
     for cls in dict.fromkeys(case.cls for case in cases_of(entry, architecture)):
         try:
-            survey = Survey(tiny_of(Case(architecture, config=settings, cls=cls)))
+            survey = Survey(make(Case(architecture, config=settings, cls=cls)))
         except REJECTED as error:
             return f"no tiny model of it can be built: {_first_line(error)}"
         inside = [s for s in survey.submodels if s.architecture == architecture and find_embedding(s.model) is not None]
@@ -131,7 +138,7 @@ def _subject_of_tiny(entry: Entry, architecture: str, settings: Mapping[str, Any
     return replace(found[0][0], bodies=bodies), found[0][1]
 
 
-def _run(entry: Entry, case: Case, settings: Mapping[str, Any]) -> _Run:
+def _run(entry: Entry, case: Case, settings: Mapping[str, Any], make: Make) -> _Run:
     patched: list[str] = []
 
     def check(_entry: Entry, context: Context) -> Refused | None:
@@ -141,7 +148,7 @@ def _run(entry: Entry, case: Case, settings: Mapping[str, Any]) -> _Run:
         return None
 
     try:
-        tried = attempt(entry, replace(case, config={**settings, **case.config}), check)
+        tried = attempt(entry, replace(case, config={**settings, **case.config}), check, make)
     except NothingGrowsError as error:
         return _Run("harmless", str(error))
     except REJECTED as error:

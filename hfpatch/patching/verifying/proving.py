@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
@@ -17,7 +19,7 @@ from hfpatch.patching.decision import Decisions
 from hfpatch.patching.language import ANY, Patch
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
-from hfpatch.patching.verifying.trial import build
+from hfpatch.patching.verifying.trial import build, tiny_of
 from hfpatch.patching.writing import carry_out
 from hfpatch.report import Sheet, Shown
 
@@ -141,15 +143,18 @@ def try_repro(entry: Entry, case: Case) -> CaseResult:
     return CaseResult(entry.id, "repro", str(case), passed, text)
 
 
-def attempt(entry: Entry, case: Case, check: CheckProof = no_check) -> Attempt:
+def attempt(
+    entry: Entry, case: Case, check: CheckProof = no_check, make: Callable[[Case], PreTrainedModel] = tiny_of
+) -> Attempt:
     """Build a repro, look for the symptom, patch the model and look again.
 
     Args:
         entry: The patch.
         case: The repro.
         check: See `decide`.
+        make: See `build`.
     """
-    trial = build(case)
+    trial = build(case, make)
     before = entry.patch.symptom(trial)
     made = plan_alone(entry, trial.model, asked=True, check=check)
     carry_out(trial.model, made)

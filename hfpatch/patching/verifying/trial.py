@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -131,13 +132,17 @@ def _repeated(value: Any, count: int) -> Any:
     return [value[i % len(value)] for i in range(count)]
 
 
-def build(case: Case) -> Trial:
+def build(case: Case, make: Callable[[Case], PreTrainedModel] = tiny_of) -> Trial:
     """Build a case. The reference has the weights rounded to the case's dtype, and buffers in float32.
+
+    Args:
+        case: The case.
+        make: Builds the language model of the case.
 
     Raises:
         InputError: The case names an unknown architecture or composite, or a glob that matches nothing.
     """
-    llm = tiny_of(case)
+    llm = make(case)
     rescale(llm, case.scale, case.fill)
     if case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))
