@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import hfpatch
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
 from hfpatch.patching.apply import carry_out
 from hfpatch.patching.record import records_of
+from hfpatch.patching.undo import one_at_a_time
 from tests.fingerprint import fingerprint
 
 OURS = Path(hfpatch.__file__).parent
@@ -98,7 +100,19 @@ def interrupted(action: Callable[[], object], at: int, error: type[BaseException
         pass
     finally:
         sys.settrace(was)
+        released()
     return interrupt.raised
+
+
+def released() -> None:
+    """Release the lock of the engine if the interruption kept it.
+
+    A trace function raises where a signal cannot: between the body of a `with` and its exit. CPython handles signals
+    at the end of a call, so in the body or after the exit.
+    """
+    with contextlib.suppress(RuntimeError):  # it is not held
+        while True:
+            one_at_a_time().release()
 
 
 def state(model: Any) -> Any:
