@@ -11,7 +11,8 @@ from torch import nn
 from hfpatch.compat.modules import buffers as own_buffers
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking.hazard import Hazard
-from hfpatch.guarding.checking.measured import HALF, Measurement
+from hfpatch.guarding.checking.measured import HALF
+from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.rebuilt import as_loaded

@@ -18,7 +18,7 @@ from hfpatch.guarding.checking.settings import Settings, read_settings
 from hfpatch.guarding.checks import clean_name, trained_parameters
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
-from hfpatch.model.wrapping import kind_of, unwrap
+from hfpatch.model.wrapping import EVERY, kind_of, unwrap
 
 
 class Subject:
@@ -27,6 +27,7 @@ class Subject:
     Attributes:
         survey: The survey of the model.
         model: The model as it is trained, with its wrappers.
+        called: What a training step calls, inside DDP and the like; PEFT's own model, if there is one.
         inner: The model inside all wrappers, whose forward a Trainer inspects.
         settings: The training arguments; None if none were passed.
         optimizer: The torch optimizer; None if none was passed.
@@ -43,6 +44,7 @@ class Subject:
     def __init__(self, model: Any, args: Any, optimizer: Any, batch: Mapping[str, Any] | None, device: Any) -> None:
         self.survey = Survey(model)
         self.model = self.survey.root
+        self.called = unwrap(self.model, tuple(kind for kind in EVERY if kind != "PEFT"))
         self.inner = unwrap(self.model)
         self.settings: Settings | None = None if args is None else read_settings(args)
         self.optimizer: torch.optim.Optimizer | None = None

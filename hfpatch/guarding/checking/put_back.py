@@ -1,0 +1,52 @@
+"""A model, its gradients and every random state, left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def as_before(model: nn.Module, device: torch.device) -> Generator[None]:
+    """Leave a model, its gradients and every random state as they were, whatever happens inside."""
+    kept = [(m, dict(m.__dict__), _tables(m)) for m in model.modules()]
+    values = {b: b.detach().clone() for b in model.buffers() if not b.is_meta}
+    grads = {p: p.grad for p in model.parameters()}
+    for parameter in grads:
+        parameter.grad = None
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        for module, attributes, tables in kept:
+            for name in [n for n in module.__dict__ if n not in attributes]:
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for name, held in tables.items():
+                table = attributes[name]
+                table.clear()
+                table.update(held)
+        for parameter, grad in grads.items():
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.copy_(value)
+
+
+def _tables(module: nn.Module) -> dict[str, Any]:
+    """Return copies of what a module keeps in dicts and sets: children, parameters, buffers, hooks."""
+    return {n: v.copy() for n, v in module.__dict__.items() if isinstance(v, (dict, set))}
