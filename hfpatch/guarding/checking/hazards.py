@@ -207,5 +207,6 @@ def _remarks(subject: Subject) -> Iterator[str]:
             "built from a config: all parameters are taken as trained, in the dtype of the checkpoint; adapters, "
             "frozen parts and another dtype= are not known"
         )
+    yield from subject.of_the_optimizer()
     if subject.settings is not None and subject.device is not None and subject.device.type == "cpu" and subject.scaled:
         yield "on the CPU accelerate ignores fp16=True: it trains without autocast and without a GradScaler"

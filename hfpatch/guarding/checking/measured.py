@@ -27,11 +27,12 @@ def loss(found: Measurement) -> Iterator[Hazard]:
     """The first loss: not finite, without any label, or as high as a guess."""
     value, labels = found.step.loss, found.batch.get("labels")
     counted = int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else None
-    if counted == 0:
+    if counted == 0 and isinstance(labels, torch.Tensor):
+        what = "every label of this batch is -100" if labels.numel() else "this batch holds no label"
         yield Hazard(
             "no-labels",
             certain=True,
-            reason="every label of this batch is -100: nothing is learned from it, and a mean over no token is NaN",
+            reason=f"{what}: nothing is learned from it, and a mean over no token is NaN",
             change="look at the collator, the chat template and the truncation; hfpatch.Guard skips such batches",
         )
         return
@@ -64,6 +65,8 @@ def error(found: Measurement) -> Iterator[Hazard]:
     """The step raises."""
     raised = found.step.raised
     if raised is None:
+        if changed := found.step.changed:
+            found.said.append(f"that forward writes into {len(changed)} parameters itself, {changed[0]} first")
         if found.step.written:
             found.said.append(f"that forward writes in place into the output of {', '.join(found.step.written)}")
         return
@@ -97,7 +100,8 @@ def _in_place(found: Measurement, place: str, written: Written) -> Hazard:
 def _remedy(found: Measurement, raised: Raised) -> str:
     if worked := tried.instead_of_raising(found):
         return worked
-    if "dtype" in raised.error.lower() or "scalar type" in raised.error.lower():
+    told = raised.weight is not None and any(w.startswith(dtype_name(raised.weight)) for w in raised.held.values())
+    if not told and ("dtype" in raised.error.lower() or "scalar type" in raised.error.lower()):
         return (
             f"cast what goes into {raised.path or raised.cls}"
             + (f" to {dtype_name(raised.weight)}" if raised.weight is not None else " to the dtype of its weights")

@@ -93,6 +93,7 @@ class Measurement:
             watch=self.first_layers,
             embeddings=self.embeddings,
             instead=instead,
+            compiled=bool(subject.survey.compiled),
         )
         self.costs.append(found.cost)
         return found

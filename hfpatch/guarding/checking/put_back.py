@@ -20,26 +20,24 @@ def device_of(model: nn.Module) -> torch.device:
 @contextlib.contextmanager
 def as_before(model: nn.Module, device: torch.device) -> Generator[None]:
     """Leave a model, its gradients and every random state as they were, whatever happens inside."""
-    kept = [(m, dict(m.__dict__), _tables(m)) for m in model.modules()]
+    kept = [(m, dict(m.__dict__), _held(m)) for m in model.modules()]
     values = {b: b.detach().clone() for b in model.buffers() if not b.is_meta}
     grads = {p: p.grad for p in model.parameters()}
-    for parameter in grads:
-        parameter.grad = None
     python, numbers = random.getstate(), np.random.get_state()
     try:
+        for parameter in grads:
+            parameter.grad = None
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
-        for module, attributes, tables in kept:
+        for module, attributes, containers in kept:
             for name in [n for n in module.__dict__ if n not in attributes]:
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-            for name, held in tables.items():
-                table = attributes[name]
-                table.clear()
-                table.update(held)
+            for name, before in containers.items():
+                _refill(attributes[name], before)
         for parameter, grad in grads.items():
             parameter.grad = grad
         with torch.no_grad():
@@ -47,6 +45,15 @@ def as_before(model: nn.Module, device: torch.device) -> Generator[None]:
                 buffer.copy_(value)
 
 
-def _tables(module: nn.Module) -> dict[str, Any]:
-    """Return copies of what a module keeps in dicts and sets: children, parameters, buffers, hooks."""
-    return {n: v.copy() for n, v in module.__dict__.items() if isinstance(v, (dict, set))}
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return copies of what a module keeps in dicts, sets and lists: children, parameters, buffers, hooks."""
+    return {n: v.copy() for n, v in module.__dict__.items() if isinstance(v, (dict, set, list))}
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a container the content that it had."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)

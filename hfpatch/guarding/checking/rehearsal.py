@@ -16,6 +16,7 @@ from hfpatch.compat.autograd import version
 from hfpatch.errors import InputError
 from hfpatch.guarding.checking.put_back import as_before, device_of
 from hfpatch.guarding.checking.raised import Raised, check_keys, raised
+from hfpatch.guarding.checks import clean_name
 from hfpatch.model.source import REJECTIONS
 
 FORWARD = 1 / 3
@@ -34,6 +35,7 @@ class Rehearsal:
         backward: True if a backward pass was run.
         came_in: The first row [positions, width] of the tensor that came into each watched module, by name.
         written: Names of the embeddings whose output was written into in place.
+        changed: Names of the parameters that forward itself wrote into, which are not put back.
         cost: What it cost, in training steps.
     """
 
@@ -44,6 +46,7 @@ class Rehearsal:
     backward: bool = False
     came_in: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     written: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     cost: float = FORWARD
 
 
@@ -69,6 +72,7 @@ def rehearse(
     watch: Mapping[str, nn.Module] = MappingProxyType({}),
     embeddings: Mapping[str, nn.Module] = MappingProxyType({}),
     instead: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
+    compiled: bool = False,
 ) -> Rehearsal:
     """Run a forward and a backward pass, and put everything back.
 
@@ -86,16 +90,17 @@ def rehearse(
         watch: Modules whose first input is kept, by name.
         embeddings: Modules whose output is watched for writes in place, by name.
         instead: Tensors that the model computes with in place of parameters of its own, which are not written.
+        compiled: True if a module of the model is compiled: all of it runs uncompiled.
 
     Raises:
         InputError: The batch has keys that the model does not take, or tensors without values.
     """
     device = device_of(model)
-    moved = {k: on_device(v, device, str(k)) for k, v in batch.items()}
     called: set[int] = set()
     came_in: dict[str, torch.Tensor] = {}
     embedded: dict[str, tuple[torch.Tensor, int]] = {}
     began: list[bool] = []
+    moved: dict[str, Any] = {}
 
     def mark(module: nn.Module, _args: Any) -> None:
         called.update(map(id, module.parameters(recurse=False)))
@@ -116,15 +121,16 @@ def rehearse(
         return hook
 
     def passes() -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None] | None]:
-        region = torch.autocast(device.type, dtype=autocast) if autocast is not None else contextlib.nullcontext()
-        with torch.enable_grad(), region:
+        with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             loss = _loss(model(**moved))
         if loss is None or not loss.requires_grad:
             return loss, None
         began.append(True)
         return loss, _gradients(loss, parameters, reentrant=reentrant)
 
-    with as_before(model, device):
+    versions = {n: version(p) for n, p in model.named_parameters()}
+    with torch.inference_mode(mode=False), _uncompiled(compiled=compiled), as_before(model, device):
+        moved.update({k: on_device(v, device, str(k)) for k, v in batch.items()})
         holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         handles = [hooks.before(m, mark) for m in holders]
         handles += [hooks.before(m, keep(n), with_kwargs=True) for n, m in watch.items()]
@@ -148,6 +154,7 @@ def rehearse(
         backward=found is not None,
         came_in=came_in,
         written=tuple(n for n, (t, before) in embedded.items() if version(t) != before),
+        changed=tuple(clean_name(n) for n, p in model.named_parameters() if version(p) != versions[n]),
         cost=1.0 if began else FORWARD,
     )
 
@@ -204,6 +211,11 @@ def on_device(value: Any, device: torch.device, name: str) -> Any:
     if type(value) in (list, tuple):
         return type(value)(on_device(v, device, name) for v in value)
     return value
+
+
+def _uncompiled(*, compiled: bool) -> contextlib.AbstractContextManager[object]:
+    """Have compiled modules run uncompiled: hooks that are set after their first call do nothing there."""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 def _with_others(model: nn.Module, passes: Callable[[], Any], instead: Mapping[nn.Parameter, torch.Tensor]) -> Any:

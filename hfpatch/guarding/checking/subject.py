@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.guarding.checking.forwards import is_reentrant
 from hfpatch.guarding.checking.settings import Settings, read_settings
-from hfpatch.guarding.checks import clean_name, trained_parameters
+from hfpatch.guarding.checks import clean_name, outside, parameters_by_id
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import EVERY, kind_of, unwrap
@@ -52,6 +52,12 @@ class Subject:
             from hfpatch.guarding.stepping import unwrapped
 
             self.optimizer = unwrapped(optimizer)
+            if not self.parameters:
+                raise InputError(
+                    f"check: {type(self.optimizer).__name__} holds {len(parameters_by_id(self.optimizer))} parameters, "
+                    f"none of them of this {type(self.model).__name__}, which would not be trained; create the "
+                    "optimizer from the model that is called, after it was copied, loaded or sharded"
+                )
         scaler = getattr(optimizer, "scaler", None)
         self.scaled = scaler is not None or (self.settings is not None and self.settings.scaled)
         self.loaded = not any(p.is_meta for p in self.model.parameters())
@@ -62,8 +68,24 @@ class Subject:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by name."""
         if self.optimizer is not None:
-            return trained_parameters(self.model, self.optimizer)
+            mine = parameters_by_id(self.optimizer)
+            return {clean_name(n): p for n, p in self.model.named_parameters() if id(p) in mine}
         return {clean_name(n): p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def of_the_optimizer(self) -> Iterator[str]:
+        """Yield sentences on parameters that only one of the model and its optimizer has."""
+        if self.optimizer is None:
+            return
+        if strays := len(parameters_by_id(self.optimizer)) - len(self.parameters):
+            yield (
+                f"{strays} parameter{'s' if strays > 1 else ''} of the optimizer {'are' if strays > 1 else 'is'} none "
+                "of the model's"
+            )
+        if left := outside(self.model, self.optimizer):
+            yield (
+                f"{len(left)} parameters require gradients and are not in the optimizer ({next(iter(left))} first): "
+                "they do not train"
+            )
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:

@@ -1,0 +1,301 @@
+"""`hfpatch.check(batch=)` on odd input: one sentence for what cannot be used, and nothing changed, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hfpatch
+from hfpatch.compat.operators import DispatchMode
+from hfpatch.errors import InputError
+from hfpatch.testing import example_inputs, tiny_model
+from tests.test_check import IDS, kwargs_name, one
+
+BATCH = {"input_ids": IDS, "labels": IDS}
+KEY = kwargs_name()
+REENTRANT = {KEY: True, f"{KEY}_kwargs": {"use_reentrant": True}}
+
+
+def adapted() -> Any:
+    return get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that a check must leave as it was."""
+    return {
+        "values": {n: t.detach().clone() for n, t in model.state_dict().items()},
+        "grads": {n: p.grad for n, p in model.named_parameters()},
+        "ids": {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)},
+        "modes": [m.training for m in model.modules()],
+        "keys": [sorted(m.__dict__) for m in model.modules()],
+        "lists": [{n: list(v) for n, v in m.__dict__.items() if isinstance(v, list)} for m in model.modules()],
+        "hooks": [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()],
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state()[1].copy(),
+        "python": random.getstate(),
+    }
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if name == "values":
+            assert all(torch.equal(v, after[name][k]) for k, v in value.items()), name
+        elif name in ("torch", "numpy"):
+            assert bool((value == after[name]).all()), name
+        else:
+            assert value == after[name], name
+
+
+BAD: dict[str, tuple[dict[Any, Any], str]] = {
+    "meta": ({"input_ids": IDS.to("meta"), "labels": IDS}, "'input_ids' is on the meta device and has no values"),
+    "meta, nested": ({**BATCH, "images": [IDS.to("meta")]}, "'images' is on the meta device"),
+    "keys": ({**BATCH, "pixels": IDS}, r"does not take this batch \(input_ids, labels, pixels\)"),
+    "keys of an adapter": ({**BATCH, "pixels": IDS}, r"does not take this batch \(input_ids, labels, pixels\)"),
+    "no names": ({1: IDS}, r"does not take this batch \(1\)"),
+}
+
+
+class Narrow(nn.Module):
+    """Takes two keys only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = tiny_model("llama")
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.llm(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_batch_that_cannot_be_used(case: str) -> None:
+    batch, words = BAD[case]
+    model: Any = Narrow()
+    if "adapter" in case:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    before = state(model)
+    with pytest.raises(InputError, match=f"^check: .*{words}") as raised:
+        hfpatch.check(model, {}, batch=batch)
+    assert "\n" not in str(raised.value)
+    same(before, state(model))
+
+
+def test_a_batch_that_does_not_fit() -> None:
+    model = tiny_model("llama")
+    for batch in (
+        {"input_ids": IDS, "labels": IDS[:, :5]},
+        {"input_ids": IDS + 1000, "labels": IDS},
+        {"input_ids": IDS.float(), "labels": IDS},
+        {},
+    ):
+        before = state(model)
+        assert one(hfpatch.check(model, {}, batch=batch), "step-raises").certain
+        same(before, state(model))
+
+
+def test_labels_of_no_row() -> None:
+    hazard = one(hfpatch.check(tiny_model("llama"), {}, batch={"input_ids": IDS[:0], "labels": IDS[:0]}), "no-labels")
+    assert "holds no label" in hazard.reason
+
+
+def test_a_batch_is_not_written_into() -> None:
+    class Writes(Narrow):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            labels[labels == labels[0, 0]] = -100
+            return super().forward(input_ids, labels)
+
+    batch = {"input_ids": IDS.clone(), "labels": IDS.clone()}
+    assert hfpatch.check(Writes(), {}, batch=batch).measured
+    assert torch.equal(batch["labels"], IDS)
+
+
+def test_nested_tensors_are_moved() -> None:
+    class Nested(Narrow):
+        def forward(self, text: dict[str, list[torch.Tensor]], labels: torch.Tensor) -> Any:
+            return self.llm(input_ids=text["ids"][0], labels=labels)
+
+    ids = IDS.clone()
+    found = hfpatch.check(Nested(), {}, batch={"text": {"ids": [ids]}, "labels": IDS})
+    assert any("the first loss" in line for line in found.measured)
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    model = tiny_model("llama")
+    other = torch.optim.AdamW(copy.deepcopy(model).parameters())
+    before = state(model)
+    for batch in (None, BATCH):
+        with pytest.raises(InputError, match="AdamW holds 39 parameters, none of them of this LlamaForCausalLM"):
+            hfpatch.check(model, {}, optimizer=other, batch=batch)
+    same(before, state(model))
+    stray = nn.Parameter(torch.ones(2))
+    mixed = torch.optim.AdamW([*model.parameters(), stray])
+    found = hfpatch.check(model, {}, optimizer=mixed, batch=BATCH)
+    assert not found.hazards, str(found)
+    assert any("1 parameter of the optimizer is none of the model's" in line for line in found.remarks)
+
+
+def test_parameters_that_the_optimizer_leaves_out() -> None:
+    model = tiny_model("llama")
+    found = hfpatch.check(model, {}, optimizer=torch.optim.AdamW(model.lm_head.parameters()), batch=BATCH)
+    left = len(list(model.parameters())) - 1
+    assert any(line.startswith(f"{left} parameters require gradients and are not in") for line in found.remarks)
+
+
+def test_everything_frozen() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    found = hfpatch.check(model, {}, batch=BATCH)
+    assert found.ids == ("nothing-trains",)
+    assert any("the first loss" in line for line in found.measured)
+
+
+def test_a_sharded_model_is_not_run() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = tiny_model("llama")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    found = hfpatch.check(model, {}, batch=BATCH)
+    assert not found.measured
+    assert any("sharded by FSDP2, and one rank alone cannot run it" in line for line in found.not_looked_at)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["DataParallel", "compile"])
+def test_wrapped(wrap: Any) -> None:
+    model = adapted()
+    found = hfpatch.check(wrap(model), {}, batch=BATCH)
+    assert not found.hazards, str(found)
+    assert any("the gradients of 8 trained" in line for line in found.measured)
+    cut = adapted()
+    for name, parameter in cut.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    assert one(hfpatch.check(wrap(cut), {}, batch=BATCH), "adapter-half-frozen")
+
+
+def test_compiled_in_place_runs_uncompiled() -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model = tiny_model("llama")
+    model.compile(backend=refuse)
+    assert any("the gradients of" in line for line in hfpatch.check(model, {}, batch=BATCH).measured)
+
+
+def test_inside_other_regions() -> None:
+    model = tiny_model("llama")
+    plain = hfpatch.check(model, {}, batch=BATCH)
+    for region in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with region:
+            assert hfpatch.check(model, {}, batch=BATCH).to_dict() == plain.to_dict(), region
+    with torch.inference_mode():
+        inside = {k: v.clone() for k, v in BATCH.items()}
+    assert hfpatch.check(model, {}, batch=inside).to_dict() == plain.to_dict()
+
+
+class Restless(nn.Module):
+    """Changes all that a forward may change, draws random numbers, and may be interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = tiny_model("llama", attention_dropout=0.1)
+        self.norm = nn.BatchNorm1d(32)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(32, 32)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        self.calls, self.losses, self.table = 0, [], {"a": 1}
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.losses.append(self.calls)
+        self.table["b"] = self.calls
+        np.random.rand()
+        random.random()  # noqa: S311 - it draws a number, which is all
+        embeds = self.drop(self.llm.get_input_embeddings()(input_ids))
+        embeds = self.norm(self.head(embeds).transpose(1, 2)).transpose(1, 2)
+        return self.llm(inputs_embeds=embeds, labels=labels)
+
+
+def test_a_restless_model_is_put_back() -> None:
+    """The runs that ask for the division of the loss too."""
+    model = Restless().train()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    for batch in (None, BATCH):
+        before = state(model)
+        found = hfpatch.check(model, {"gradient_accumulation_steps": 4, **REENTRANT}, batch=batch)
+        assert "loss-not-divided" in found.ids
+        same(before, state(model))
+    assert (model.calls, model.losses, model.table) == (0, [], {"a": 1})
+
+
+class Interrupt(DispatchMode):
+    """Ctrl-C at one of the operations."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [Restless, adapted], ids=["restless", "adapter"])
+def test_ctrl_c_at_an_operation_leaves_nothing(make: Any) -> None:
+    """Forward, backward, the step with noise and the runs without a graph."""
+    args = {"gradient_accumulation_steps": 4, **REENTRANT}
+    counter = Interrupt(0)
+    model = make()
+    with counter:
+        hfpatch.check(model, args, batch=BATCH)
+    every = -counter.left
+    before = state(model)
+    raised = 0
+    for at in range(1, every, max(every // 20, 1)):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            hfpatch.check(model, args, batch=BATCH)
+        same(before, state(model))
+        raised += 1
+    assert raised >= 20
+
+
+def test_tied_weights_and_two_adapters() -> None:
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    before = state(tied)
+    assert not hfpatch.check(tied, {}, batch=BATCH).hazards
+    same(before, state(tied))
+    both = adapted()
+    both.add_adapter("b", LoraConfig(target_modules=["k_proj"], r=2))
+    both.base_model.set_adapter(["default", "b"])
+    before = state(both)
+    found = hfpatch.check(both, {}, batch=BATCH)
+    assert not found.hazards, str(found)
+    assert any("the gradients of 16 trained" in line for line in found.measured), found.measured
+    same(before, state(both))
+
+
+def test_a_forward_that_writes_its_own_parameters_is_said() -> None:
+    class Clamps(Narrow):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            with torch.no_grad():
+                self.llm.lm_head.weight.clamp_(-1e-3, 1e-3)
+            return super().forward(input_ids, labels)
+
+    found = hfpatch.check(Clamps(), {}, batch=BATCH)
+    assert any(re.match(r"that forward writes into 1 .*llm\.lm_head\.weight", line) for line in found.measured)
+
+
+def test_a_batch_of_towers() -> None:
+    model = tiny_model("llava", task="multimodal")
+    batch = example_inputs(model)
+    before = state(model)
+    found = hfpatch.check(model, {"learning_rate": 1e-3}, batch=batch)
+    assert found.measured
+    same(before, state(model))
