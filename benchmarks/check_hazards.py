@@ -17,11 +17,13 @@ import copy
 import math
 import multiprocessing
 import re
+import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common import Row, cpu_name, header, table, write_json
@@ -65,15 +67,19 @@ def main() -> None:
     wanted = [(task, name) for task, known in TASKS.items() for name in sorted(known)]
     wanted = [(task, name) for task, name in wanted if not args.only or name in args.only]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        found = [f for part in pool.starmap(look, wanted, chunksize=2) for f in part]
+        found = []
+        for done, part in enumerate(pool.imap(look, wanted), 1):
+            found += part
+            print(f"{done} of {len(wanted)}", end="\r", file=sys.stderr, flush=True)
     run = [f for f in found if f["verdict"] == "checked"]
-    said = [f for f in found if f["verdict"] in ("true", "false")]
+    said = [f for f in found if f["verdict"] in ("true", "false", "not established")]
     missed = [f for f in found if f["verdict"] == "not said"]
     facts["rows"] = [counts(name, [f for f in found if f["hazard"] == name]) for name in hazards(said + missed)]
     facts["settings"] = [{"setting": s, "models checked": sum(f["setting"] == s for f in run)} for s in SETTINGS]
     facts["false"] = [f for f in said if f["verdict"] == "false"]
     facts["not said"] = missed
     facts["left out"] = [f for f in found if f["verdict"] == "left out"]
+    facts["not established"] = [f for f in said if f["verdict"] == "not established"]
     facts["failed"] = [f for f in found if f["verdict"] == "check failed"]
     table("Models", facts["settings"])
     false = len(facts["false"])
@@ -81,11 +87,12 @@ def main() -> None:
     table(
         "Hazards",
         facts["rows"],
-        f"Said and true: {len(said) - false}; said and false: {false} (target, 0: {verdict}); true and not said: "
-        f"{len(missed)}; checks that failed: {len(facts['failed'])}.",
+        f"Said and true: {sum(f['verdict'] == 'true' for f in said)}; said and false: {false} (target, 0: {verdict}); "
+        f"said, and not established either way: {len(facts['not established'])}; true and not said: {len(missed)}; "
+        f"checks that failed: {len(facts['failed'])}.",
     )
     columns = ("task", "architecture", "setting", "hazard", "why")
-    for title in ("false", "not said", "failed", "left out"):
+    for title in ("false", "not established", "not said", "failed", "left out"):
         if facts[title]:
             table(title.capitalize(), [{c: f[c] for c in columns} for f in facts[title]])
     write_json(args.json, facts)
@@ -100,12 +107,14 @@ def counts(name: str, found: list[dict[str, Any]]) -> Row:
     """One line of the table."""
     by = Counter(f["verdict"] for f in found)
     return {
-        "hazard": name, "said and true": by["true"], "said and false": by["false"], "true and not said": by["not said"]
+        "hazard": name, "said and true": by["true"], "said and false": by["false"],
+        "said, not established": by["not established"], "true and not said": by["not said"],
     }  # fmt: skip
 
 
-def look(task: str, architecture: str) -> list[dict[str, Any]]:
-    """All settings of one architecture."""
+def look(wanted: tuple[str, str]) -> list[dict[str, Any]]:
+    """All settings of one architecture, which is given with its task."""
+    task, architecture = wanted
     warnings.simplefilter("ignore")
     import transformers
 
@@ -142,22 +151,36 @@ def judged(
     except (HfpatchError, *REJECTIONS) as error:
         return [{**where, "verdict": "check failed", "why": one_line(error)}]
     rows = [{**where, "verdict": "checked"}]
-    facts = {
-        "steps-lost": lost(model, batch, truth) if where["setting"] == "bfloat16" else False,
-        "accumulation-rounds": rounds(truth) if where["setting"] == "bfloat16" else False,
-        "buffers-cast": cast(model, plain) if where["setting"] == "bfloat16" else False,
-        "loss-not-divided": args.get("gradient_accumulation_steps", 1) > 1 and undivided(model, batch),
+    half = where["setting"] == "bfloat16"
+    summed = args.get("gradient_accumulation_steps", 1) > 1
+    facts: dict[str, bool | None] = {
+        "steps-lost": half and established(lambda: lost(model, truth)),
+        "accumulation-rounds": half and rounds(truth),
+        "buffers-cast": half and established(lambda: cast(model, plain)),
+        "loss-not-divided": summed and established(lambda: undivided(model, batch)),
     }
     for hazard in found:
         if hazard.id in READ:
             continue
-        held = facts[hazard.id] if hazard.id in facts else is_so(hazard, model, batch, args, truth)
-        rows.append({**where, "hazard": hazard.id, "verdict": "true" if held else "false", "why": str(hazard)[:400]})
+        ask = partial(is_so, hazard, model, batch, args, truth)
+        held = facts[hazard.id] if hazard.id in facts else established(ask)
+        verdict = "not established" if held is None else "true" if held else "false"
+        rows.append({**where, "hazard": hazard.id, "verdict": verdict, "why": str(hazard)[:400]})
     rows += [
         {**where, "hazard": name, "verdict": "not said", "why": why}
         for name, why in unsaid(found.ids, model, batch, args, truth, facts)
     ]
     return rows
+
+
+def established(question: Callable[[], bool]) -> bool | None:
+    """The answer; None if the attempt to establish it raises."""
+    from hfpatch.model.source import REJECTIONS
+
+    try:
+        return question()
+    except REJECTIONS:
+        return None
 
 
 def built(task: str, architecture: str, setting: str) -> tuple[Any, dict[str, Any], Any]:
@@ -269,7 +292,12 @@ def unmoved(model: Any, batch: dict[str, Any], args: dict[str, Any]) -> set[str]
 
 
 def unsaid(
-    ids: tuple[str, ...], model: Any, batch: dict[str, Any], args: dict[str, Any], truth: Step, facts: dict[str, bool]
+    ids: tuple[str, ...],
+    model: Any,
+    batch: dict[str, Any],
+    args: dict[str, Any],
+    truth: Step,
+    facts: dict[str, bool | None],
 ) -> list[tuple[str, str]]:
     """What is true and was not said."""
     missed = [(name, "") for name, held in facts.items() if held and name not in ids]
@@ -287,7 +315,7 @@ def unsaid(
     return missed
 
 
-def lost(model: Any, batch: dict[str, Any], truth: Step) -> bool:
+def lost(model: Any, truth: Step) -> bool:
     """Whether a real step of AdamW moves less than half of the weights that have a gradient."""
     import torch
 

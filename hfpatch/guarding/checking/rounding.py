@@ -24,6 +24,8 @@ KEPT = 0.05
 """Share of a gradient's sum that rounding may lose over the accumulation steps."""
 SAMPLE = 2**20
 """Values of a parameter that are looked at."""
+ADDED = 2**16
+"""Values of a gradient that are added up as often as there are accumulation steps."""
 
 
 def moved(found: Measurement) -> Iterator[Hazard]:
@@ -72,7 +74,7 @@ def accumulation(found: Measurement) -> Iterator[Hazard]:
         return
     lost = whole = 0.0
     for gradient in half:
-        part = gradient.detach().flatten()[:SAMPLE] / times
+        part = gradient.detach().flatten()[:ADDED] / times
         total = torch.zeros_like(part)
         for _ in range(times):
             total += part
