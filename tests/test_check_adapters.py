@@ -67,7 +67,7 @@ def test_a_healthy_adapter_under_checkpointing(reentrant: bool) -> None:
     key = kwargs_name()
     found = hfpatch.check(adapted(), {key: True, f"{key}_kwargs": {"use_reentrant": reentrant}}, batch=BATCH)
     assert not found, str(found)
-    assert any("with lora_B at noise" in line for line in found.measured), found.measured
+    assert any("lora_B" in line and "at noise" in line for line in found.measured), found.measured
 
 
 def test_b_is_not_written() -> None:
@@ -208,3 +208,52 @@ def test_a_tower_that_is_cut_off(detached: bool) -> None:
         hazard = one(found, "no-gradient")
         assert hazard.reason.startswith("16 of 32 trained parameters")
         assert "tower.base_model.model.model.layers.*.self_attn.q_proj.lora_A" in hazard.reason
+
+
+@pytest.mark.parametrize("tuner", ["AdaLora", "LoHa", "LoKr", "Vera"])
+def test_other_adapters_with_a_part_that_starts_at_0(tuner: str) -> None:
+    """Their other parts get a gradient of exactly 0 in the first step, and move from the second on."""
+    import peft
+
+    torch.manual_seed(0)
+    words: dict[str, Any] = {"target_modules": ["q_proj"], "r": 2}
+    if tuner == "AdaLora":
+        words = {"target_modules": ["q_proj"], "init_r": 2, "target_r": 1, "total_step": 10}
+    model = get_peft_model(tiny_model("llama"), getattr(peft, f"{tuner}Config")(**words))
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "ranknum" not in n}
+    twin = copy.deepcopy(model)
+    twin(**BATCH).loss.backward()
+    assert any(p.grad is not None and not bool(p.grad.any()) for n, p in twin.named_parameters() if n in trained)
+    assert trained <= trained_by(model, steps=8)
+    found = hfpatch.check(model, {}, batch=BATCH)
+    assert not found, str(found)
+    assert any("at noise" in line for line in found.measured)
+
+
+class Gated(nn.Module):
+    """A branch behind a gate that starts at 0, which may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.llm = tiny_model("llama")
+        self.branch = nn.Linear(32, 32)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        embeds = self.llm.get_input_embeddings()(input_ids)
+        return self.llm(inputs_embeds=embeds + self.gate.tanh() * self.branch(embeds), labels=labels)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_gate_that_starts_at_0(frozen: bool) -> None:
+    model = Gated()
+    model.gate.requires_grad_(not frozen)
+    assert any("branch" in n for n in trained_by(model)) != frozen
+    found = hfpatch.check(model, {}, batch=BATCH)
+    assert ("zero-gradient" in found.ids) == frozen, str(found)
+    if frozen:
+        hazard = one(found, "zero-gradient")
+        assert "branch.weight, branch.bias" in hazard.reason
+    else:
+        assert any("(gate)" in line and "at noise" in line for line in found.measured), found.measured

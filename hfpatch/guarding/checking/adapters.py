@@ -1,4 +1,4 @@
-"""Hazards of LoRA: halves that cannot learn, judged on `lora_B`, or on `lora_A` with `lora_B` at noise."""
+"""Hazards of LoRA: halves that cannot learn, judged on `lora_B`, and on `lora_A` with `lora_B` at noise."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
+from hfpatch.guarding.checking.gates import without_gradient
 from hfpatch.guarding.checking.hazard import Hazard
-from hfpatch.guarding.checking.measured import places, without_gradient
-from hfpatch.guarding.checking.measurement import Measurement
+from hfpatch.guarding.checking.measurement import Measurement, places
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.wrapping import held
 
@@ -49,13 +48,14 @@ class Pair:
 def halves(found: Measurement) -> Iterator[Hazard]:
     """What cannot learn in an adapter: it is not active, a half is frozen, a half stays 0, A is cut off.
 
-    With B at 0 the gradient of A is 0, which says nothing. If B has a gradient, A is judged by a step with B at noise.
+    With B at 0 the gradient of A is 0, which says nothing. If B has a gradient, A is judged by the step with B at noise
+    of `gates.look`, which comes before.
     """
     step = found.step
     if step.raised is not None or step.loss is None or not step.gradients:
         return
     yield from _not_active(found)
-    pairs = [p for p in _pairs(found) if p.a not in found.judged and p.b not in found.judged]
+    pairs = [p for p in _pairs(found) if p.b not in found.judged]
     yield from _stays_zero(found, pairs)
     yield from _half_frozen(pairs)
     yield from _cut_off(found, [p for p in pairs if p.trains_a and p.trains_b])
@@ -156,49 +156,23 @@ def _half_frozen(pairs: list[Pair]) -> Iterator[Hazard]:
 
 
 def _cut_off(found: Measurement, pairs: list[Pair]) -> Iterator[Hazard]:
-    """Lower halves without a gradient beside upper ones that have one."""
+    """Lower halves without a gradient, or with one that stays 0 at noise, beside upper ones that have one."""
     step = found.step
     cut: list[str] = []
-    doubtful: list[Pair] = []
     for pair in pairs:
-        gradient = step.gradients[pair.a]
-        if without_gradient(step, pair.b):
-            if gradient is not None and pair.zero_b:
-                found.judged.add(pair.a)  # it is 0 because B is; what is wrong with B is said of B
-        elif gradient is None or (not pair.zero_b and not bool(gradient.any())):
+        if pair.a in found.judged:
+            continue
+        if not without_gradient(step, pair.b) and without_gradient(step, pair.a):
             cut.append(pair.a)
-        elif not bool(gradient.any()):
-            doubtful.append(pair)
-    again = _at_noise(found, doubtful)
-    found.judged.update(p.a for p in doubtful)
-    cut += again
+        elif pair.zero_b and step.gradients[pair.a] is not None:
+            found.judged.add(pair.a)  # it is 0 because B is; what is wrong with B is said of B
     found.judged.update(cut)
     if cut:
-        noise = ", also with lora_B at noise" if again else ""
         yield Hazard(
             "adapter-cut-off",
             certain=True,
-            reason=f"{len(cut)} of {len(pairs)} lora_A get no gradient{noise}, while their lora_B do: {places(cut)}",
+            reason=f"{len(cut)} of {len(pairs)} lora_A get no gradient, also where lora_B is not 0, while their lora_B "
+            f"do: {places(cut)}",
             change="look for detach(), no_grad() or rounding between the two halves; what a lora_A reads of its input "
             "never changes",
         )
-
-
-def _at_noise(found: Measurement, pairs: list[Pair]) -> list[str]:
-    """Return which lower halves get no gradient though B is noise; B itself is not written."""
-    if not pairs:
-        return []
-    if not found.affords():
-        found.missed.append(f"{len(pairs)} lora_A with lora_B at noise: a check may cost 3.5 steps")
-        return []
-    draw = torch.Generator().manual_seed(0)
-    noise = {
-        p.high: (torch.randn(p.high.shape, generator=draw) / max(p.high.shape[-1], 1) ** 0.5).to(p.high) for p in pairs
-    }
-    step = found.run(reentrant=found.asked, instead=noise)
-    if step.raised is not None or not step.backward:
-        why = step.raised.error if step.raised is not None else "the loss has no graph then"
-        found.missed.append(f"{len(pairs)} lora_A with lora_B at noise: {why}")
-        return []
-    found.said.append(f"the gradients of {len(pairs)} lora_A with lora_B at noise")
-    return [p.a for p in pairs if without_gradient(step, p.a)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfpatch.given import MAPPING, optional, want
-from hfpatch.guarding.checking import adapters, forwards, joined, measured, precision, rounding
+from hfpatch.guarding.checking import adapters, forwards, gates, joined, measured, precision, rounding
 from hfpatch.guarding.checking.hazard import Hazard, Hazards
 from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.guarding.checking.rehearsal import FORWARD
@@ -103,6 +103,7 @@ def check(
 def _of_the_step(step: Measurement) -> Iterator[Hazard]:
     yield from measured.error(step)
     yield from measured.loss(step)
+    gates.look(step)
     yield from adapters.halves(step)
     yield from measured.gradients(step)
     yield from joined.joins(step)

@@ -9,18 +9,17 @@ import torch
 
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking import tried
+from hfpatch.guarding.checking.gates import without_gradient
 from hfpatch.guarding.checking.hazard import Hazard
-from hfpatch.guarding.checking.measurement import Measurement
+from hfpatch.guarding.checking.measurement import NAMED, Measurement, places
 from hfpatch.guarding.checking.raised import Raised, Written
 from hfpatch.guarding.checking.rehearsal import Rehearsal
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.inspecting import facts
-from hfpatch.model.walk import starred
 
 HALF = (torch.float16, torch.bfloat16)
 LIKE_CHANCE = 0.95
 """Of ln(vocabulary): a loss above it is that of a model which guesses."""
-NAMED = 3
 
 
 def loss(found: Measurement) -> Iterator[Hazard]:
@@ -151,8 +150,8 @@ def _dead(step: Rehearsal, names: list[str]) -> Iterator[Hazard]:
             certain=False,
             reason=f"{len(zero)} of {count} trained parameters have a gradient of exactly 0 on this batch: "
             f"{places(zero)}",
-            change="nothing if a gate or a projector behind them starts at 0 and moves with the first step; else look "
-            "whether their output is used",
+            change="look whether their output is used, and whether it is multiplied by a frozen 0; nothing if "
+            "other batches reach them (experts, rare tokens)",
         )
     if dead and not step.backward:
         yield Hazard(
@@ -172,12 +171,6 @@ def _dead(step: Rehearsal, names: list[str]) -> Iterator[Hazard]:
         )
 
 
-def without_gradient(step: Rehearsal, name: str) -> bool:
-    """True if a parameter has no gradient, or one that is exactly 0."""
-    gradient = step.gradients.get(name)
-    return gradient is None or not bool(gradient.any())
-
-
 def missing(found: Measurement) -> Iterator[str]:
     """What the step could not show, and why."""
     step, subject = found.step, found.subject
@@ -192,13 +185,6 @@ def missing(found: Measurement) -> Iterator[str]:
         and not any("weights that one step" in line for line in found.said)
     ):
         yield "the weights that a step moves: no optimizer given, or none of torch's own"
-
-
-def places(names: list[str]) -> str:
-    """Return parameters as the kinds of places that they are, the first few of them."""
-    kinds = dict.fromkeys(starred(n) for n in names)
-    few = list(kinds)[:NAMED]
-    return ", ".join(few) + (f", and {len(kinds) - NAMED} more kinds" if len(kinds) > NAMED else "")
 
 
 def _vocabulary(subject: Subject) -> int | None:

@@ -16,9 +16,12 @@ from hfpatch.guarding.checking.rehearsal import Rehearsal, rehearse
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.embed import find_embedding
+from hfpatch.model.walk import starred
 
 BUDGET = 3.5
 """Training steps that a check may cost in all."""
+NAMED = 3
+"""Parameters, or kinds of them, that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +135,10 @@ def require_inputs(subject: Subject, *, on: bool) -> None:
         asked = [s.model for s in subject.survey.outermost_built]
     for model in asked:
         getattr(model, name)()
+
+
+def places(names: list[str]) -> str:
+    """Return parameters as the kinds of places that they are, the first few of them."""
+    kinds = dict.fromkeys(starred(n) for n in names)
+    few = list(kinds)[:NAMED]
+    return ", ".join(few) + (f", and {len(kinds) - NAMED} more kinds" if len(kinds) > NAMED else "")
