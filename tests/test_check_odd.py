@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hfpatch
 from hfpatch.compat.operators import DispatchMode
@@ -164,6 +166,52 @@ def test_a_sharded_model_is_not_run() -> None:
     found = hfpatch.check(model, {}, batch=BATCH)
     assert not found.measured
     assert any("sharded by FSDP2, and one rank alone cannot run it" in line for line in found.not_looked_at)
+
+
+def test_parameters_that_are_split_over_ranks() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = tiny_model("llama")
+    head = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
+    model.lm_head.weight = nn.Parameter(head)
+    found = hfpatch.check(model, {}, batch=BATCH)
+    assert not found.measured
+    assert any("lm_head.weight is a DTensor, split over ranks" in line for line in found.not_looked_at)
+
+
+class Synced(Narrow):
+    """Its norm waits for all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        embeds = self.llm.get_input_embeddings()(input_ids)
+        return self.llm(inputs_embeds=self.norm(embeds.flatten(0, 1)).view_as(embeds), labels=labels)
+
+
+def test_a_norm_that_waits_for_other_ranks() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    found = hfpatch.check(Synced(), {}, batch=BATCH)
+    assert not found.measured
+    assert any("norm (SyncBatchNorm) waits for the other ranks" in line for line in found.not_looked_at)
+
+
+def test_a_lazy_module() -> None:
+    class Lazy(Narrow):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.LazyLinear(32)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            embeds = self.llm.get_input_embeddings()(input_ids)
+            return self.llm(inputs_embeds=self.head(embeds), labels=labels)
+
+    model = Lazy()
+    found = hfpatch.check(model, {}, batch=BATCH)
+    assert any("head.weight is made by the first call" in line for line in found.not_looked_at)
+    model(**BATCH)
+    assert hfpatch.check(model, {}, batch=BATCH).measured
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["DataParallel", "compile"])

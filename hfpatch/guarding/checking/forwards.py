@@ -75,7 +75,7 @@ def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> Undivid
 
 def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:
     device = device_of(model)
-    with torch.inference_mode(mode=False), as_before(model, device), torch.no_grad():
+    with torch.inference_mode(mode=False), as_before(model), torch.no_grad():
         torch.manual_seed(0)
         model.eval()  # no dropout, no update of running statistics
         given = {k: on_device(v, device, str(k)) for k, v in batch.items()}

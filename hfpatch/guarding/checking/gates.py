@@ -22,13 +22,13 @@ def look(found: Measurement) -> None:
     gates = {n: held[n] for n in step.gradients if not without_gradient(step, n) and _is_gate(n, held[n])}
     if not still or not gates:
         return
-    what = f"{len(still)} gradients of 0 with what is 0 at the start at noise ({places(list(gates))})"
+    what = f"{len(still)} gradients of 0 again, with what starts at 0 at noise ({places(list(gates))})"
     if not found.affords():
         found.judged.update(still)
         found.missed.append(f"{what}: a check may cost 3.5 steps")
         return
     draw = torch.Generator().manual_seed(0)
-    again = found.run(reentrant=found.asked, instead={p: _noise(p, draw) for p in gates.values()})
+    again = found.run(reentrant=found.asked, instead={p: _noise(p, draw) for p in gates.values()}, of=still)
     if again.raised is not None or not again.backward:
         why = again.raised.error if again.raised is not None else "the loss has no graph then"
         found.judged.update(still)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -70,6 +70,7 @@ class Measurement:
         reentrant: bool | None,
         inputs: bool | None = None,
         instead: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
+        of: Collection[str] | None = None,
     ) -> Rehearsal:
         """Rehearse a step.
 
@@ -77,6 +78,7 @@ class Measurement:
             reentrant: The kind of activation checkpointing that is turned on; None to turn none on.
             inputs: True to make the inputs require gradients, by `enable_input_require_grads()`; False to stop that.
             instead: Tensors in place of parameters.
+            of: Names of the trained parameters whose gradients are wanted; None for all of them.
         """
         subject = self.subject
 
@@ -88,7 +90,7 @@ class Measurement:
 
         found = rehearse(
             subject.called,
-            subject.parameters,
+            {n: p for n, p in subject.parameters.items() if of is None or n in of},
             self.batch,
             autocast=subject.autocast,
             reentrant=bool(reentrant) or (reentrant is None and subject.checkpoints_reentrant),

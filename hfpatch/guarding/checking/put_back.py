@@ -18,16 +18,17 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module, device: torch.device) -> Generator[None]:
+def as_before(model: nn.Module) -> Generator[None]:
     """Leave a model, its gradients and every random state as they were, whatever happens inside."""
     kept = [(m, dict(m.__dict__), _held(m)) for m in model.modules()]
     values = {b: b.detach().clone() for b in model.buffers() if not b.is_meta}
     grads = {p: p.grad for p in model.parameters()}
+    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python, numbers = random.getstate(), np.random.get_state()
     try:
         for parameter in grads:
             parameter.grad = None
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=cards):
             yield
     finally:
         random.setstate(python)

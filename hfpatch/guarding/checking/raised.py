@@ -95,7 +95,7 @@ def raised(error: BaseException, model: nn.Module, embedded: Mapping[str, torch.
     text = " ".join(str(error).split())
     short = text if len(text) <= LONG else f"{text[: LONG // 2]} ... {text[-LONG // 2 :]}"
     return Raised(
-        error=f"{type(error).__name__}: {short}".rstrip(": "),
+        error=f"{type(error).__name__}: {short}".rstrip(": ."),
         path=paths[id(place)],
         cls=type(place).__name__,
         held=held,

@@ -129,7 +129,7 @@ def rehearse(
         return loss, _gradients(loss, parameters, reentrant=reentrant)
 
     versions = {n: version(p) for n, p in model.named_parameters()}
-    with torch.inference_mode(mode=False), _uncompiled(compiled=compiled), as_before(model, device):
+    with torch.inference_mode(mode=False), _uncompiled(compiled=compiled), as_before(model):
         moved.update({k: on_device(v, device, str(k)) for k, v in batch.items()})
         holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         handles = [hooks.before(m, mark) for m in holders]
@@ -183,7 +183,7 @@ def stream_into(model: nn.Module, layer: nn.Module, ids: torch.Tensor) -> torch.
             found.append(stream[0].detach().float())
         raise _Reached
 
-    with as_before(model, device):
+    with as_before(model):
         handle = hooks.before(layer, hook, with_kwargs=True)
         try:
             model.eval()

@@ -16,6 +16,7 @@ from hfpatch.given import shown
 from hfpatch.guarding.checking.forwards import is_reentrant
 from hfpatch.guarding.checking.settings import Settings, read_settings
 from hfpatch.guarding.checks import clean_name, outside, parameters_by_id
+from hfpatch.guarding.gradient_norms import is_distributed
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import EVERY, kind_of, unwrap
@@ -110,10 +111,21 @@ class Subject:
 
     @property
     def alone(self) -> str | None:
-        """Why one rank alone cannot run the model; None if it can."""
+        """Why the model cannot be run here, on one rank alone; None if it can."""
         for module in self.survey.modules.values():
             if (kind := kind_of(type(module))) in ("FSDP", "FSDP2", "DeepSpeed"):
                 return f"the model is sharded by {kind}, and one rank alone cannot run it"
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                return f"{clean_name(name)} is made by the first call (a lazy module): call the model once before"
+            if is_distributed(parameter):
+                return f"{clean_name(name)} is a DTensor, split over ranks, and one rank alone cannot run it"
+        synced = [n for n, m in self.survey.modules.items() if isinstance(m, nn.SyncBatchNorm)]
+        dist = torch.distributed
+        if synced and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return (
+                f"{clean_name(synced[0])} (SyncBatchNorm) waits for the other ranks, and one rank alone cannot run it"
+            )
         return None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,17 @@ class Advice:
     reentrant: bool | None
     inputs: bool | None = None
 
-    def tried(self, found: Measurement) -> Rehearsal | None:
-        """Return the step under this advice; None, and a line on what was not looked at, if the budget is spent."""
+    def tried(self, found: Measurement, of: Collection[str] | None = None) -> Rehearsal | None:
+        """Return the step under this advice; None, and a line on what was not looked at, if the budget is spent.
+
+        Args:
+            found: The measurement that the advice is for.
+            of: Names of the parameters whose gradients are wanted; None for all that train.
+        """
         if not found.affords():
             found.missed.append(f"a step under this advice, {self.words}: a check may cost 3.5 steps")
             return None
-        return found.run(reentrant=self.reentrant, inputs=self.inputs)
+        return found.run(reentrant=self.reentrant, inputs=self.inputs, of=of)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def instead_of_cutting_off(found: Measurement, dead: list[str]) -> CutOff | None
     """Return which of the parameters without a gradient get one under which advice; None if checkpointing is not it."""
     asked: Any = True if found.asked else None
     for advice in (Advice(OTHER_KIND, reentrant=False), Advice(INPUTS, reentrant=asked, inputs=True)):
-        step = advice.tried(found)
+        step = advice.tried(found, dead)
         if step is None or step.raised is not None:
             continue
         freed = [n for n in dead if found.step.gradients[n] is None and step.gradients.get(n) is not None]
