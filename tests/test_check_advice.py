@@ -122,6 +122,44 @@ def test_a_write_into_an_embedding_under_checkpointing(architecture: str) -> Non
     assert not real(model, batch)
 
 
+class OwnLeaf(nn.Module):
+    """Writes into a parameter, or into embeddings that forward itself makes a leaf."""
+
+    def __init__(self, *, parameter: bool) -> None:
+        super().__init__()
+        self.llm = tiny_model("llama")
+        self.shift = nn.Parameter(torch.zeros(()))
+        self.parameter = parameter
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        with torch.no_grad():
+            embeds = self.llm.get_input_embeddings()(input_ids)
+        if self.parameter:
+            self.shift += 1.0
+        else:
+            embeds.requires_grad_(True)
+            embeds += self.shift
+        return self.llm(inputs_embeds=embeds, labels=labels)
+
+
+@pytest.mark.parametrize("parameter", [True, False])
+def test_a_leaf_that_no_hook_made(parameter: bool) -> None:
+    model = OwnLeaf(parameter=parameter)
+    with pytest.raises(RuntimeError, match="in-place operation"):
+        real(model, BATCH)
+    hazard = hfpatch.check(model, {}, batch=BATCH).hazards[0]
+    assert "tried on this batch" not in hazard.change
+    assert "disable_input_require_grads" not in hazard.change, "it would not help"
+    if parameter:
+        assert hazard.id == "step-raises"
+    else:
+        assert hazard.id == "inplace-embedding"
+        assert "writes into embeds, the output of llm.model.embed_tokens, in place (embeds += self.shift)" in (
+            hazard.reason
+        )
+        assert hazard.change == "write into a copy (embeds.clone())"
+
+
 def test_an_adapter_model_is_called_as_training_calls_it() -> None:
     """PEFT's causal model adds `inputs_embeds=None`, which this forward hands on twice."""
     model = tiny_model("blip", task="multimodal")

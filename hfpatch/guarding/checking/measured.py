@@ -70,7 +70,7 @@ def error(found: Measurement) -> Iterator[Hazard]:
             found.said.append(f"that forward writes in place into the output of {', '.join(found.step.written)}")
         return
     place = f"{raised.path} ({raised.cls})" if raised.path else raised.cls
-    if raised.written is not None:
+    if raised.written is not None and raised.written.embedding:
         yield _in_place(found, place, raised.written)
         return
     held = ", ".join(f"{name} {what}" for name, what in list(raised.held.items())[:4])
@@ -84,15 +84,13 @@ def error(found: Measurement) -> Iterator[Hazard]:
 
 
 def _in_place(found: Measurement, place: str, written: Written) -> Hazard:
-    source = f", the output of {written.embedding}" if written.embedding else ""
-    what = f"{written.tensor}{source}" if written.tensor else "a tensor"
     return Hazard(
         "inplace-embedding",
         certain=True,
-        reason=f"{place} writes into {what}, in place ({written.line}), and a hook that enable_input_require_grads() "
-        "set made that tensor require a gradient, so a training step raises",
-        change=tried.instead_of_raising(found)
-        or "take the hook away (model.disable_input_require_grads()) or copy the tensor before it is written into",
+        reason=f"{place} writes into {written.tensor}, the output of {written.embedding}, in place ({written.line}), "
+        "and that is a leaf that requires a gradient, as enable_input_require_grads() makes it: torch refuses, and a "
+        "training step raises",
+        change=tried.instead_of_raising(found) or f"write into a copy ({written.tensor}.clone())",
     )
 
 

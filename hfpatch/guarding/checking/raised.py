@@ -105,17 +105,18 @@ def raised(error: BaseException, model: nn.Module, embedded: Mapping[str, torch.
 
 
 def _written(frames: list[tuple[FrameType, int]], embedded: Mapping[str, torch.Tensor]) -> Written:
-    """Return which tensor was written into: the local variable, in the innermost frame, that an embedding returned."""
+    """Return which tensor was written into: a name, in the line that ran, of what an embedding returned."""
     storages = {_storage(t): path for path, t in embedded.items()}
-    frame, number = frames[-1]
-    line = linecache.getline(frame.f_code.co_filename, number).strip()
-    words = set(re.findall(r"\w+", line))
-    for outer, _ in reversed(frames):
-        tensors = {n: v for n, v in outer.f_locals.items() if isinstance(v, torch.Tensor)}
-        same = {n: path for n, v in tensors.items() if (path := storages.get(_storage(v))) is not None}
-        for name in sorted(same, key=lambda n: n not in words):  # of several names, the one in this line
-            return Written(name, same[name], line)
-    return Written("", "", line)
+    for frame, number in reversed(frames):
+        line = linecache.getline(frame.f_code.co_filename, number).strip()
+        for name, value in frame.f_locals.items():
+            if isinstance(value, torch.Tensor) and re.search(rf"\b{name}\b", line) is not None:
+                path = storages.get(_storage(value))
+                if path is not None:
+                    return Written(name, path, line)
+        if isinstance(frame.f_locals.get("self"), nn.Module):
+            break  # what calls the module that writes only hands the tensor on
+    return Written("", "", "")
 
 
 def _storage(tensor: torch.Tensor) -> int:
