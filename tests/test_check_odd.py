@@ -347,3 +347,56 @@ def test_a_batch_of_towers() -> None:
     found = hfpatch.check(model, {"learning_rate": 1e-3}, batch=batch)
     assert found.measured
     same(before, state(model))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_that_a_change_of_mode_scales(training: bool) -> None:
+    """RWKV divides weights when it is called in evaluation mode, and multiplies them again in training."""
+    model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=1)
+    batch = example_inputs(model)
+    model.train(training)(**batch)
+    before = state(model)
+    found = hfpatch.check(model, {"gradient_accumulation_steps": 4}, batch=batch)
+    assert any("the gradients of" in line for line in found.measured)
+    same(before, state(model))
+
+
+def test_a_model_that_does_not_run_in_evaluation() -> None:
+    """The loss is not divided: that is read from code then, and the step that runs in training is no error."""
+
+    class Trains(Restless):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
+            if not self.training:
+                raise RuntimeError("not in evaluation")
+            return super().forward(input_ids, labels)
+
+    found = hfpatch.check(Trains(), {"gradient_accumulation_steps": 4}, batch=BATCH)
+    assert any("the gradients of" in line for line in found.measured)
+    assert not one(found, "loss-not-divided").certain
+
+
+def test_a_backward_that_runs_another() -> None:
+    """Reversible layers find their gradients by a backward pass of their own, which `autograd.grad` does not return."""
+    model = tiny_model("reformer")
+    batch = example_inputs(model)
+    twin = copy.deepcopy(model).train()
+    twin(**batch).loss.backward()
+    dead = [n for n, p in twin.named_parameters() if p.grad is None]
+    before = state(model)
+    hazard = one(hfpatch.check(model, {}, batch=batch), "no-gradient")
+    assert hazard.reason.startswith(f"{len(dead)} of 54 trained parameters")
+    assert len(dead) == 1
+    assert dead[0] in hazard.reason
+    same(before, state(model))
+
+
+def test_advice_under_which_backward_raises_is_none() -> None:
+    """Without checkpointing forward runs there, but frozen embeddings leave the loss without a graph."""
+    model = tiny_model("reformer")
+    batch = example_inputs(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query"], r=2))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        adapted.train()(**batch).loss.backward()
+    hazard = one(hfpatch.check(adapted, REENTRANT, batch=batch), "step-raises")
+    assert "does not support activation checkpointing" in hazard.reason
+    assert "tried on this batch" not in hazard.change

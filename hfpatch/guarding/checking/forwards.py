@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.compat import checkpointing, hooks
-from hfpatch.errors import InputError
 from hfpatch.guarding.checking.put_back import as_before, device_of
 from hfpatch.guarding.checking.rehearsal import on_device
 from hfpatch.guarding.checks import clean_name
@@ -49,14 +48,11 @@ def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> Undivid
 
     Args:
         model: The model inside all wrappers.
-        batch: A batch with `labels`, on which the loss is computed twice; if None, or if the model is on meta, the
-            code of forward is read.
+        batch: A batch with `labels`, on which the loss is computed twice; if None, or if the model is on meta or does
+            not run in evaluation mode, the code of forward is read.
 
     Returns:
         The forward; None if its loss depends on it, or if that cannot be told.
-
-    Raises:
-        InputError: The model cannot be run on the batch.
     """
     if not getattr(model, "accepts_loss_kwargs", True) or _catch_all(type(model)) is None:
         return None
@@ -66,14 +62,17 @@ def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> Undivid
     if not isinstance(labels, torch.Tensor):
         return None  # a Trainer counts labels only
     count = int((labels != -100).sum())
-    losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [None]
+    losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [0.0]
     first = losses[0]
+    if first is None:
+        return _read(model)
     if not first or not math.isfinite(first) or first != losses[1]:  # a loss of 0 does not tell
         return None
     return UndividedLoss(f"its loss on this batch is {first:.4g} for {count} tokens as for {2 * count}", measured=True)
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:
+    """Return the loss in evaluation mode, with this number of items; None if there is none, or if that raises."""
     device = device_of(model)
     with torch.inference_mode(mode=False), as_before(model), torch.no_grad():
         torch.manual_seed(0)
@@ -81,11 +80,8 @@ def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | Non
         given = {k: on_device(v, device, str(k)) for k, v in batch.items()}
         try:
             output = model(**given, **{ITEMS: torch.tensor(items, device=device)})
-        except REJECTIONS as error:
-            raise InputError(
-                f"check: {type(model).__name__} cannot be run on this batch: {type(error).__name__}: {error}; pass "
-                "what the Trainer's collator gives, or leave batch= out"
-            ) from error
+        except REJECTIONS:
+            return None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output[0] if loss is None and isinstance(output, tuple) else loss
     return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None

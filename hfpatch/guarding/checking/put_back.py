@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from hfpatch.compat.modules import scales_weights
+
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter."""
@@ -21,7 +23,8 @@ def device_of(model: nn.Module) -> torch.device:
 def as_before(model: nn.Module) -> Generator[None]:
     """Leave a model, its gradients and every random state as they were, whatever happens inside."""
     kept = [(m, dict(m.__dict__), _held(m)) for m in model.modules()]
-    values = {b: b.detach().clone() for b in model.buffers() if not b.is_meta}
+    written = [p for m in model.modules() if scales_weights(m) for p in m.parameters()]
+    values = {b: b.detach().clone() for b in (*model.buffers(), *written) if not b.is_meta}
     grads = {p: p.grad for p in model.parameters()}
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python, numbers = random.getstate(), np.random.get_state()
@@ -42,8 +45,8 @@ def as_before(model: nn.Module) -> Generator[None]:
         for parameter, grad in grads.items():
             parameter.grad = grad
         with torch.no_grad():
-            for buffer, value in values.items():
-                buffer.copy_(value)
+            for tensor, value in values.items():
+                tensor.copy_(value)
 
 
 def _held(module: nn.Module) -> dict[str, Any]:

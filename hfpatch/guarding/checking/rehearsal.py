@@ -237,8 +237,9 @@ def _gradients(
         loss.backward()
         return {n: p.grad for n, p in parameters.items()}
     found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
-    by_id = {id(p): g for p, g in zip(trained, found, strict=True)}
-    return {n: by_id.get(id(p)) for n, p in parameters.items()}
+    by_id = {id(p): g for p, g in zip(trained, found, strict=True) if g is not None}
+    # a function whose backward runs another one (reversible layers) leaves what that finds in `.grad`
+    return {n: by_id.get(id(p), p.grad) for n, p in parameters.items()}
 
 
 def _loss(output: Any) -> torch.Tensor | None:

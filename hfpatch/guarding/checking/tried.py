@@ -51,7 +51,7 @@ def instead_of_raising(found: Measurement) -> str:
     """Return advice under which the step runs, tried one after the other; empty if none does."""
     for advice in _without_raising(found):
         step = advice.tried(found)
-        if step is not None and step.raised is None:
+        if step is not None and step.raised is None and (step.backward or step.loss is None):
             return f"{advice.words} (tried on this batch: the step runs)"
     return ""
 
