@@ -388,6 +388,12 @@ def test_a_backward_that_runs_another() -> None:
     assert len(dead) == 1
     assert dead[0] in hazard.reason
     same(before, state(model))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query"], r=2))
+    adapted.enable_input_require_grads()
+    twin = copy.deepcopy(adapted).train()
+    twin(**batch).loss.backward()
+    assert all(p.grad is not None for p in twin.parameters() if p.requires_grad)
+    assert "no-gradient" not in hfpatch.check(adapted, {}, batch=batch).ids
 
 
 def test_advice_under_which_backward_raises_is_none() -> None:

@@ -126,7 +126,9 @@ def rehearse(
         if loss is None or not loss.requires_grad:
             return loss, None
         began.append(True)
-        return loss, _gradients(loss, parameters, reentrant=reentrant)
+        # autograd goes only where something asked for lies: embeddings that a hook made require gradients are asked too
+        ends = [t for t, _ in embedded.values() if t.requires_grad and t.is_leaf]
+        return loss, _gradients(loss, parameters, ends, reentrant=reentrant)
 
     versions = {n: version(p) for n, p in model.named_parameters()}
     with torch.inference_mode(mode=False), _uncompiled(compiled=compiled), as_before(model):
@@ -230,14 +232,14 @@ def _with_others(model: nn.Module, passes: Callable[[], Any], instead: Mapping[n
 
 
 def _gradients(
-    loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], *, reentrant: bool
+    loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], ends: list[torch.Tensor], *, reentrant: bool
 ) -> dict[str, torch.Tensor | None]:
     trained = [p for p in parameters.values() if p.requires_grad]
     if reentrant:
         loss.backward()
         return {n: p.grad for n, p in parameters.items()}
-    found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
-    by_id = {id(p): g for p, g in zip(trained, found, strict=True) if g is not None}
+    found = torch.autograd.grad(loss, [*trained, *ends], allow_unused=True) if trained else ()
+    by_id = {id(p): g for p, g in zip(trained, found, strict=False) if g is not None}
     # a function whose backward runs another one (reversible layers) leaves what that finds in `.grad`
     return {n: by_id.get(id(p), p.grad) for n, p in parameters.items()}
 
