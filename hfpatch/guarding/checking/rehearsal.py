@@ -239,9 +239,9 @@ def _gradients(
         loss.backward()
         return {n: p.grad for n, p in parameters.items()}
     found = torch.autograd.grad(loss, [*trained, *ends], allow_unused=True) if trained else ()
-    by_id = {id(p): g for p, g in zip(trained, found, strict=False) if g is not None}
+    by_id: dict[int, torch.Tensor | None] = dict(zip(map(id, trained), found, strict=False))
     # a function whose backward runs another one (reversible layers) leaves what that finds in `.grad`
-    return {n: by_id.get(id(p), p.grad) for n, p in parameters.items()}
+    return {n: p.grad if (given := by_id.get(id(p))) is None else given for n, p in parameters.items()}
 
 
 def _loss(output: Any) -> torch.Tensor | None:
