@@ -76,12 +76,17 @@ ERRORS: dict[str, str] = {
 
 HAZARDS: dict[str, str] = {
     "step-raises": "a forward or backward pass on the batch raises",
+    "inplace-embedding": "forward writes into an embedding's output, which a hook made require a gradient",
     "no-labels": "every label of the batch is -100",
     "loss-not-finite": "the first loss is NaN or infinite",
     "loss-like-a-guess": "a checkpoint's first loss is near ln(vocabulary)",
     "gradients-not-finite": "gradients are NaN or infinite although the loss is finite",
     "no-gradient": "trained parameters get no gradient",
     "zero-gradient": "trained parameters have a gradient of exactly 0",
+    "adapter-cut-off": "lora_A gets no gradient while lora_B does",
+    "adapter-half-frozen": "one half of a LoRA adapter is not trained",
+    "adapter-not-active": "a trained adapter is not active, so forward leaves it out",
+    "adapter-stays-zero": "a half of a LoRA adapter is 0 and cannot move",
     "embedding-scale": "token embeddings enter the language model in another size than its own",
     "joined-too-large": "what is joined to the token embeddings is many times as large",
     "steps-lost": "a step of the optimizer is rounded away in half precision",

@@ -269,6 +269,18 @@ class TestModules:
         assert not shell.state_dict()
         assert layer.state_dict().keys() == {"weight", "bias", "table"}
 
+    def test_weights_that_forward_scales(self) -> None:
+        """The weights of RWKV are divided in evaluation; a module without that method is left alone."""
+        model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=1)
+        assert [n for n, m in model.named_modules() if modules.scales_weights(m)] == ["rwkv"]
+        model.eval()
+        weight = model.rwkv.blocks[-1].feed_forward.value.weight
+        before, every = weight.detach().clone(), model.config.rescale_every
+        model(torch.arange(4)[None])
+        assert torch.equal(weight, before / 2 ** ((len(model.rwkv.blocks) - 1) // every))
+        model.train()(torch.arange(4)[None])
+        assert torch.equal(weight, before)
+
     def test_an_unsaved_buffer_is_in_no_state_dict(self) -> None:
         layer = nn.Linear(2, 2)
         layer.register_buffer("kept", torch.ones(2))

@@ -45,3 +45,11 @@ def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def unsaved(module: nn.Module) -> set[str]:
     """Return the names of a module's buffers that its state dict leaves out."""
     return module.__dict__[UNSAVED]
+
+
+def scales_weights(module: nn.Module) -> bool:
+    """True if a module's forward multiplies its own weights when the mode changes, as RWKV's does.
+
+    `RwkvModel._rescale_layers` divides weights by powers of 2 in evaluation and multiplies them again in training.
+    """
+    return hasattr(type(module), "_rescale_layers")

@@ -30,7 +30,7 @@ from hfpatch.given import FLAG, optional, want
 from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.history import OnSpike
-from hfpatch.guarding.inputs import globs
+from hfpatch.guarding.inputs import globs, matching
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts
@@ -137,7 +137,7 @@ class GuardCallback(TrainerCallback, ExportableState):
             parameters, self.limits, micro_batches=args.gradient_accumulation_steps, verbose=self.verbose
         )
         self.judge.outside = outside(model, inner)
-        self.judge.components = self.components
+        self.judge.components = matching(self.components, self.judge.names)
         exported: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
         saved = (exported[0] if isinstance(exported, list) else exported or {}).get("attributes", {}).get("saved")
         if saved is not None and state.global_step > 0:

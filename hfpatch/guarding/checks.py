@@ -58,9 +58,9 @@ def check(
         The warnings, as sentences.
 
     Raises:
-        InputError: The optimizer holds none of the model's parameters, or steps by a closure; sparse gradients; a
-            wrapper the guard cannot see through; an eps that is 0 in its parameters' dtype; parameters under a
-            GradScaler in a dtype it cannot unscale.
+        InputError: The optimizer holds none of the model's parameters, or complex ones, or steps by a closure; sparse
+            gradients; a wrapper the guard cannot see through; an eps that is 0 in its parameters' dtype; parameters
+            under a GradScaler in a dtype it cannot unscale.
     """
     if all(name.startswith(STRAY) for name in parameters):
         raise InputError(
@@ -74,6 +74,12 @@ def check(
             f"guard: {type(optimizer).__name__} calls the model again inside its step, where the guard cannot decide; "
             "use an optimizer that steps on gradients, such as AdamW"
         )
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise InputError(
+                f"guard: {name} is {dtype_name(parameter.dtype)}, and gradients of complex numbers are not judged; "
+                "train its real and imaginary parts (torch.view_as_real)"
+            )
     mine = parameters_by_id(optimizer)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in mine:

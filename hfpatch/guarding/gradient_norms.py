@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """True if a tensor is a DTensor."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no DTensors
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
 def local_part(tensor: Tensor, world: int) -> tuple[Tensor, float, bool]:
     """Return this rank's part of a tensor.
 
@@ -26,8 +32,7 @@ def local_part(tensor: Tensor, world: int) -> tuple[Tensor, float, bool]:
         The local part; the weight of its sum of squares in a sum over all ranks (1/k if k ranks hold the same part);
         and True if the tensor is a DTensor that is not partial, so that the part may be a shard.
     """
-    distributed: Any = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no DTensors
-    if distributed is None or not isinstance(tensor, distributed.DTensor):
+    if not is_distributed(tensor):
         return tensor, 1.0 / world, False
     sharded: Any = tensor
     if any(p.is_partial() for p in sharded.placements):

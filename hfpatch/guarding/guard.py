@@ -17,7 +17,7 @@ from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
 from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.history import OnSpike
-from hfpatch.guarding.inputs import check_loss, globs
+from hfpatch.guarding.inputs import check_loss, check_state, globs, matching
 from hfpatch.guarding.judge import Judge, Verdict
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts, Outcome
@@ -123,7 +123,7 @@ class Guard:
         want("guard", divide_loss=(divide_loss, FLAG), on_device=(on_device, optional(FLAG)), verbose=(verbose, FLAG))
         want("guard", black_box=(black_box, optional(BOX)), accumulation_steps=(accumulation_steps, WHOLE))
         limits = Limits(explode_at, spike_at, max_skips, min_scale, check_parameters, on_spike, clear_outside)
-        check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, explode_at, spike_at, max_skips)
+        check_arguments(scheduler, accelerator, accumulation_steps, max_grad_norm, limits)
         self.model = model = root_module(model)
         self.scheduler = scheduler
         self.accelerator = accelerator
@@ -141,7 +141,7 @@ class Guard:
         self.on_device = keeps_on_device(self.optimizer, parameters, on_device)
         self.judge = Judge(parameters, limits, micro_batches=self.accumulation_steps, group=group, verbose=verbose)
         self.judge.outside = outside(model, self.optimizer)
-        self.judge.components = globs(components)
+        self.judge.components = matching(globs(components), self.judge.names)
         self.recorder = black_box.attach(model) if black_box is not None else None
         self._pending: _Pending | None = None
         self._owed: bool | None = None
@@ -150,7 +150,7 @@ class Guard:
             say(self.warnings)
 
     def step(self, loss: Tensor, *, tokens: Tensor | int | None = None) -> Outcome:
-        """Backward, then `check_and_step`.
+        """Backward, then `check_and_step`. A window whose backward pass raises or is interrupted is dropped.
 
         Args:
             loss: Loss of this micro-batch, as the model returned it, one number.
@@ -171,13 +171,19 @@ class Guard:
                 "trained parameter), so backward() cannot run; pass the loss that the model returned"
             )
         share = loss / self.accumulation_steps if self.divide_loss and self.accumulation_steps > 1 else loss
-        if self.accelerator is not None:
-            # accelerate divides by itself
-            self.accelerator.backward(loss if self.divide_loss else loss * self.accumulation_steps)
-        elif self.scaler is not None:
-            self.scaler.scale(share).backward()
-        else:
-            share.backward()
+        ended = False
+        try:
+            if self.accelerator is not None:
+                # accelerate divides by itself
+                self.accelerator.backward(loss if self.divide_loss else loss * self.accumulation_steps)
+            elif self.scaler is not None:
+                self.scaler.scale(share).backward()
+            else:
+                share.backward()
+            ended = True
+        finally:
+            if not ended:
+                self._drop_window()
         return self.check_and_step(share, tokens=tokens)
 
     def check_and_step(self, loss: Tensor, *, tokens: Tensor | int | None = None) -> Outcome:
@@ -240,7 +246,12 @@ class Guard:
         return {**self.judge.state_dict(), "owed": self._owed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
+
+        Raises:
+            InputError: It is no such state.
+        """
+        check_state(saved)
         self.judge.load_state_dict(saved)
         self._owed = saved.get("owed")
 
@@ -261,6 +272,14 @@ class Guard:
         if self._owed is not None:
             owed, self._owed = self._owed, None
             self._schedule(stepped=owed)
+
+    def _drop_window(self) -> None:
+        """Forget the window's micro-batches: some parameters have their gradient, others not."""
+        self._micro = 0
+        self.judge.drop_window()
+        if self.recorder is not None:
+            self.recorder.end_window()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _window_ends(self) -> bool:
         if self.accelerator is not None:

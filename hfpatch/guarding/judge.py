@@ -95,10 +95,11 @@ class Judge:
         self.components: dict[str, tuple[str, ...]] = {}
         self.history = History(limits.spike_at, limits.on_spike)
         self._ruined: Tensor | None = None
-        self._losses: list[Tensor] = []
-        self._empties: list[Tensor | None] = []
-        self._told: list[bool] = []
-        self._before: Tensor | None = None
+        self._losses: list[Tensor]
+        self._empties: list[Tensor | None]
+        self._told: list[bool]
+        self._before: Tensor | None
+        self.drop_window()
         self._seen_gradients = False
         self._constants: dict[Any, Tensor] = {}
         if self.world > 1:
@@ -144,6 +145,10 @@ class Judge:
         else:
             self._empties.append(None)
 
+    def drop_window(self) -> None:
+        """Forget the micro-batches of this window."""
+        self._losses, self._empties, self._told, self._before = [], [], [], None
+
     def decide(self, scale: Tensor | None = None) -> Verdict:
         """Decide for the window that ends here, without a host read. Gradients must be unscaled and unclipped.
 
@@ -185,18 +190,10 @@ class Judge:
         sharded = any(cut for _, _, cut in pieces)
         total = squares.sum().sqrt() if self.world > 1 or sharded else norm.to(real)
         verdict = self._report(head, total, scale)
-        self._losses, self._empties, self._told, self._before = [], [], [], None
+        self.drop_window()
         limit = verdict[MEDIAN].masked_fill(verdict[CLIP] == 0, math.inf)
-        return Verdict(
-            verdict[SKIP] > 0,
-            limit,
-            total.float() if sharded else norm,
-            verdict,
-            squares,
-            grads,
-            weights,
-            tuple(places),
-        )
+        shown = total.float() if sharded else norm
+        return Verdict(verdict[SKIP] > 0, limit, shown, verdict, squares, grads, weights, tuple(places))
 
     def _head(self, device: torch.device, real: torch.dtype) -> Tensor:
         losses = torch.stack([x.to(device=device, dtype=real) for x in self._losses])
@@ -354,10 +351,7 @@ class Judge:
                 f"guard: state_dict() after {len(self._losses)} of {self.micro_batches} micro-batches: their gradients "
                 "are not in any checkpoint; save after a step"
             )
-        return {
-            **self.ledger.state_dict(),
-            **self.history.state_dict(),
-        }
+        return {**self.ledger.state_dict(), **self.history.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""

@@ -12,6 +12,7 @@ from hfpatch.compat.optimizers import skips_itself
 from hfpatch.errors import InputError
 from hfpatch.guarding.checks import check, outside, parameters_by_id, trained_parameters
 from hfpatch.guarding.judge import Judge
+from hfpatch.guarding.ledger import Limits
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -73,9 +74,7 @@ def check_arguments(
     accelerator: Any,
     accumulation_steps: int,
     max_grad_norm: float | None,
-    explode_at: float | None,
-    spike_at: float | None,
-    max_skips: int,
+    limits: Limits,
 ) -> None:
     """Raise an InputError for arguments of a guard that contradict each other or are out of range."""
     inner = getattr(scheduler, "scheduler", scheduler)
@@ -88,11 +87,14 @@ def check_arguments(
         )
     numbers = {
         "accumulation_steps": accumulation_steps,
-        "max_skips": max_skips,
+        "max_skips": limits.max_skips,
         "max_grad_norm": max_grad_norm,
-        "explode_at": explode_at,
-        "spike_at": spike_at,
+        "explode_at": limits.explode_at,
+        "spike_at": limits.spike_at,
     }
+    for name in ("min_scale", "check_parameters"):
+        if (least := getattr(limits, name)) < 0:
+            raise InputError(f"guard: {name}={least}; want 0 or more")
     for name, value in numbers.items():
         if value is not None and not value > 0:
             raise InputError(f"guard: {name}={value}; want a number above 0, or None for no limit where there is one")

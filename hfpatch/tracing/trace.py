@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
-from hfpatch.tracing.gradients import LargestGradients
+from hfpatch.tracing.gradients import LargestGradients, largest
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
 from hfpatch.tracing.watch import Watch
@@ -234,19 +233,16 @@ class Trace(Shown):
     def largest_gradients(self, count: int = 10) -> LargestGradients:
         """Return the parameters with the largest gradients in the traced steps: name and largest magnitude.
 
-        Gradients that hold a NaN or an infinity come first, with infinity as their magnitude.
+        Gradients that hold a NaN or an infinity count as infinity; of these, those that backward reached first come
+        first. If the gradient became large on its way back (1,000 times the one it started with, or not finite), the
+        parameters of the module where it did so come before all others, and `.began` says where.
 
         Args:
             count: Number of parameters to return.
         """
         want("largest_gradients", count=(count, WHOLE))
         self._asked()
-        found: dict[str, float] = {}
-        for step in self.steps:
-            for event in step.of("gradients"):
-                name = f"{event.module}.{event.name}" if event.module else event.name
-                found[name] = max(found.get(name, 0.0), math.inf if event.bad else event.stats.largest)
-        return LargestGradients(sorted(found.items(), key=lambda pair: -pair[1])[:count])
+        return largest(self.steps, count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the findings and the statistics of every tensor of every traced step, as plain values."""

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.compat import checkpointing, hooks
-from hfpatch.errors import InputError
+from hfpatch.guarding.checking.put_back import as_before, device_of
+from hfpatch.guarding.checking.rehearsal import on_device
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.code import tree_of
 from hfpatch.model.source import REJECTIONS
@@ -47,55 +48,43 @@ def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> Undivid
 
     Args:
         model: The model inside all wrappers.
-        batch: A batch with `labels`, on which the loss is computed twice; if None, or if the model is on meta, the
-            code of forward is read.
+        batch: A batch with `labels`, on which the loss is computed twice; if None, or if the model is on meta or does
+            not run in evaluation mode, the code of forward is read.
 
     Returns:
         The forward; None if its loss depends on it, or if that cannot be told.
-
-    Raises:
-        InputError: The model cannot be run on the batch.
     """
     if not getattr(model, "accepts_loss_kwargs", True) or _catch_all(type(model)) is None:
         return None
-    if batch is None or _device(model).type == "meta":
+    if batch is None or device_of(model).type == "meta":
         return _read(model)
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         return None  # a Trainer counts labels only
     count = int((labels != -100).sum())
-    losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [None]
+    losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [0.0]
     first = losses[0]
+    if first is None:
+        return _read(model)
     if not first or not math.isfinite(first) or first != losses[1]:  # a loss of 0 does not tell
         return None
     return UndividedLoss(f"its loss on this batch is {first:.4g} for {count} tokens as for {2 * count}", measured=True)
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:
-    device = _device(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    """Return the loss in evaluation mode, with this number of items; None if there is none, or if that raises."""
+    device = device_of(model)
+    with torch.inference_mode(mode=False), as_before(model), torch.no_grad():
         torch.manual_seed(0)
-        output = _run(model, {**batch, ITEMS: torch.tensor(items, device=device)})
+        model.eval()  # no dropout, no update of running statistics
+        given = {k: on_device(v, device, str(k)) for k, v in batch.items()}
+        try:
+            output = model(**given, **{ITEMS: torch.tensor(items, device=device)})
+        except REJECTIONS:
+            return None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output[0] if loss is None and isinstance(output, tuple) else loss
     return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    device = _device(model)
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-    modes = {m: m.training for m in model.modules()}
-    model.eval()  # no dropout, no update of running statistics
-    try:
-        return model(**moved)
-    except REJECTIONS as error:
-        raise InputError(
-            f"check: {type(model).__name__} cannot be run on this batch: {type(error).__name__}: {error}; pass what "
-            "the Trainer's collator gives, or leave batch= out"
-        ) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _catch_all(cls: type[nn.Module]) -> str | None:
@@ -217,7 +206,3 @@ def _trains_before(model: nn.Module, inner: nn.Module, layers: list[tuple[str, G
         base: Any = inner.base_model
         after |= {id(p) for p in inner.parameters()} - {id(p) for p in base.parameters()}
     return any(p.requires_grad and id(p) not in after for p in model.parameters())
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

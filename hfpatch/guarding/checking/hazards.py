@@ -10,15 +10,17 @@ import torch
 from torch import nn
 
 from hfpatch.given import MAPPING, optional, want
-from hfpatch.guarding.checking import forwards, measured, precision, rounding
+from hfpatch.guarding.checking import adapters, forwards, gates, joined, measured, precision, rounding
 from hfpatch.guarding.checking.hazard import Hazard, Hazards
-from hfpatch.guarding.checking.measured import Measurement
+from hfpatch.guarding.checking.measurement import Measurement
+from hfpatch.guarding.checking.rehearsal import FORWARD
 from hfpatch.guarding.checking.subject import Subject
 
 MAKE_NO_NAN = (
     "nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off", "step-raises",
     "loss-like-a-guess", "no-gradient", "zero-gradient", "steps-lost", "accumulation-rounds", "buffers-cast",
-    "full-eval-stays", "embedding-scale", "joined-too-large",
+    "full-eval-stays", "embedding-scale", "joined-too-large", "inplace-embedding", "adapter-cut-off",
+    "adapter-half-frozen", "adapter-not-active", "adapter-stays-zero",
 )  # fmt: skip
 """Hazards that make no NaN, so the log hides nothing about them."""
 
@@ -46,8 +48,10 @@ def check(
         optimizer: The optimizer, if it exists already; None for the one that `args` name.
         batch: A batch from the collator, on any device. With it a training step is run up to its gradients, and
             everything is put back: the loss, errors, gradients and the weights that a step would move are measured.
-            It costs one forward and backward pass, two more forward passes if the loss may not be divided, and one
-            more step for each piece of advice that is tried. It is not used if one rank alone cannot run the model.
+            It costs at most 3.5 training steps (a backward pass counts as two forward passes): one forward and
+            backward pass, two more forward passes if the loss may not be divided, one more step for fresh adapters,
+            and one for each piece of advice that is tried. What is left out then is in `not_looked_at`. A batch is not
+            used if one rank alone cannot run the model.
         device: The device of the training; None for the device of the model, or a GPU if the model is on the CPU.
 
     Returns:
@@ -99,8 +103,10 @@ def check(
 def _of_the_step(step: Measurement) -> Iterator[Hazard]:
     yield from measured.error(step)
     yield from measured.loss(step)
+    gates.look(step)
+    yield from adapters.halves(step)
     yield from measured.gradients(step)
-    yield from measured.joins(step)
+    yield from joined.joins(step)
     yield from rounding.moved(step)
     yield from rounding.accumulation(step)
 
@@ -124,8 +130,10 @@ def _not_looked_at(subject: Subject, step: Measurement | None) -> Iterator[str]:
         yield f"the first loss, errors in forward and backward, gradients, weights that a step moves: {why}"
     elif step.step.raised is not None:
         yield "the loss and the gradients: the step raised"
+        yield from step.missed
     else:
         yield from measured.missing(step)
+        yield from step.missed
     if subject.settings is None:
         yield "precision, accumulation, clipping, the log: no training arguments"
     elif subject.settings.ignored:
@@ -150,8 +158,11 @@ def _loss_not_divided(subject: Subject, step: Measurement | None) -> Iterator[Ha
     if step is not None and step.step.raised is not None:
         return
     batch = None if step is None else step.batch
+    affords = step is None or step.affords(2 * FORWARD)
     times = 1 if settings is None or settings.smoothing else settings.accumulation * settings.processes
-    found = forwards.undivided_loss(subject.inner, batch) if times > 1 else None
+    found = forwards.undivided_loss(subject.inner, batch if affords else None) if times > 1 else None
+    if step is not None and not affords and times > 1:
+        step.missed.append("the loss with another num_items_in_batch: a check may cost 3.5 steps; the code was read")
     if settings is None or found is None:
         return
     ranks = f" on {settings.processes} processes" if settings.processes > 1 else ""
@@ -177,7 +188,7 @@ def _checkpointing(subject: Subject) -> Iterator[Hazard]:
             certain=False,
             reason=f"reentrant checkpointing begins at {cut.first}, and the input of that layer requires no gradient: "
             f"the {cut.tensors} trained parameters in these layers get no gradient, silently if a head trains as well",
-            change=f"{key}={{'use_reentrant': False}}, or model.enable_input_require_grads()",
+            change=f"{key}={{'use_reentrant': False}} (not tried: no batch=)",
         )
 
 
@@ -197,5 +208,6 @@ def _remarks(subject: Subject) -> Iterator[str]:
             "built from a config: all parameters are taken as trained, in the dtype of the checkpoint; adapters, "
             "frozen parts and another dtype= are not known"
         )
+    yield from subject.of_the_optimizer()
     if subject.settings is not None and subject.device is not None and subject.device.type == "cpu" and subject.scaled:
         yield "on the CPU accelerate ignores fp16=True: it trains without autocast and without a GradScaler"

@@ -1,107 +1,37 @@
-"""Hazards that a rehearsed training step shows: its loss, its errors, its gradients, the weights a step would move."""
+"""Hazards that a rehearsed training step shows: its loss, its errors, its gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import nn
-from torch.nn import functional
-from transformers import PreTrainedModel
 
 from hfpatch.dtypes import dtype_name
+from hfpatch.guarding.checking import tried
+from hfpatch.guarding.checking.gates import without_gradient
 from hfpatch.guarding.checking.hazard import Hazard
-from hfpatch.guarding.checking.rehearsal import Raised, Rehearsal, rehearse, stream_into
+from hfpatch.guarding.checking.measurement import NAMED, Measurement, places
+from hfpatch.guarding.checking.raised import Raised, Written
+from hfpatch.guarding.checking.rehearsal import Rehearsal
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.inspecting import facts
-from hfpatch.model.walk import starred, stock_class
 
 HALF = (torch.float16, torch.bfloat16)
 LIKE_CHANCE = 0.95
 """Of ln(vocabulary): a loss above it is that of a model which guesses."""
-NAMED = 3
-PARALLEL = 0.999
-"""Cosine above which a vector counts as a multiple of a token's embedding."""
-OTHER_SCALE = 1.5
-LOUD = 30.0
-"""Times the size of token embeddings at which what is joined to them drowns them."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A rehearsed step of a subject, and what was measured by it, in words."""
-
-    subject: Subject
-    batch: Mapping[str, Any]
-    said: list[str] = field(default_factory=list[str])
-
-    @cached_property
-    def step(self) -> Rehearsal:
-        """The step as the arguments ask for it."""
-        settings = self.subject.settings
-        return self.run(reentrant=settings.reentrant if settings is not None and settings.checkpointing else None)
-
-    @property
-    def checkpointed(self) -> bool:
-        """True if the arguments turn activation checkpointing on."""
-        return self.subject.settings is not None and self.subject.settings.checkpointing
-
-    @property
-    def reentrant(self) -> bool:
-        """True if layers are checkpointed by torch's reentrant implementation, by the arguments or already."""
-        settings = self.subject.settings
-        return self.subject.checkpoints_reentrant or (self.checkpointed and settings is not None and settings.reentrant)
-
-    def run(self, *, reentrant: bool | None) -> Rehearsal:
-        """Rehearse a step; with `reentrant` not None, under activation checkpointing of that kind."""
-        subject = self.subject
-
-        def prepare() -> None:
-            if reentrant is not None:
-                enable_checkpointing(subject, reentrant=reentrant)
-
-        return rehearse(
-            subject.inner,
-            subject.parameters,
-            self.batch,
-            autocast=subject.autocast,
-            reentrant=bool(reentrant) or subject.checkpoints_reentrant,
-            prepare=prepare,
-            watch=self.first_layers,
-        )
-
-    @cached_property
-    def first_layers(self) -> dict[str, nn.Module]:
-        """The first layer of each submodel's last stack, by the submodel's path."""
-        return {path: stacks[-1].layers[0][1] for path, stacks in self.subject.survey.stacks.items()}
-
-
-def enable_checkpointing(subject: Subject, *, reentrant: bool) -> None:
-    """Turn activation checkpointing on as a Trainer does, by the name that this release of transformers has.
-
-    In a hand-written model without such a method, that of each transformers model in it is called.
-    """
-    name = "activation_checkpointing_enable"
-    asked: list[Any] = [subject.inner]
-    if not hasattr(subject.inner, name) and not hasattr(subject.inner, "gradient_checkpointing_enable"):
-        asked = [s.model for s in subject.survey.outermost_built if s.model.supports_gradient_checkpointing]
-    for model in asked:
-        (getattr(model, name, None) or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
 
 
 def loss(found: Measurement) -> Iterator[Hazard]:
     """The first loss: not finite, without any label, or as high as a guess."""
     value, labels = found.step.loss, found.batch.get("labels")
     counted = int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else None
-    if counted == 0:
+    if counted == 0 and isinstance(labels, torch.Tensor):
+        what = "every label of this batch is -100" if labels.numel() else "this batch holds no label"
         yield Hazard(
             "no-labels",
             certain=True,
-            reason="every label of this batch is -100: nothing is learned from it, and a mean over no token is NaN",
+            reason=f"{what}: nothing is learned from it, and a mean over no token is NaN",
             change="look at the collator, the chat template and the truncation; hfpatch.Guard skips such batches",
         )
         return
@@ -134,8 +64,15 @@ def error(found: Measurement) -> Iterator[Hazard]:
     """The step raises."""
     raised = found.step.raised
     if raised is None:
+        if changed := found.step.changed:
+            found.said.append(f"that forward writes into {len(changed)} parameters itself, {changed[0]} first")
+        if found.step.written:
+            found.said.append(f"that forward writes in place into the output of {', '.join(found.step.written)}")
         return
     place = f"{raised.path} ({raised.cls})" if raised.path else raised.cls
+    if raised.written is not None and raised.written.embedding:
+        yield _in_place(found, place, raised.written)
+        return
     held = ", ".join(f"{name} {what}" for name, what in list(raised.held.items())[:4])
     own = f", its weight {dtype_name(raised.weight)}" if raised.weight is not None else ""
     yield Hazard(
@@ -146,10 +83,22 @@ def error(found: Measurement) -> Iterator[Hazard]:
     )
 
 
+def _in_place(found: Measurement, place: str, written: Written) -> Hazard:
+    return Hazard(
+        "inplace-embedding",
+        certain=True,
+        reason=f"{place} writes into {written.tensor}, the output of {written.embedding}, in place ({written.line}), "
+        "and that is a leaf that requires a gradient, as enable_input_require_grads() makes it: torch refuses, and a "
+        "training step raises",
+        change=tried.instead_of_raising(found) or f"write into a copy ({written.tensor}.clone())",
+    )
+
+
 def _remedy(found: Measurement, raised: Raised) -> str:
-    if found.checkpointed and (worked := _other_checkpointing(found)):
+    if worked := tried.instead_of_raising(found):
         return worked
-    if "dtype" in raised.error.lower() or "scalar type" in raised.error.lower():
+    told = raised.weight is not None and any(w.startswith(dtype_name(raised.weight)) for w in raised.held.values())
+    if not told and ("dtype" in raised.error.lower() or "scalar type" in raised.error.lower()):
         return (
             f"cast what goes into {raised.path or raised.cls}"
             + (f" to {dtype_name(raised.weight)}" if raised.weight is not None else " to the dtype of its weights")
@@ -174,31 +123,33 @@ def gradients(found: Measurement) -> Iterator[Hazard]:
             f"the loss: {', '.join(broken[: -NAMED - 1 : -1])}",
             change="run the batch inside hfpatch.trace(model), which names the operation whose backward goes wrong",
         )
-    dead = [n for n in step.gradients if (n in step.called or not step.backward) and without_gradient(step, n)]
-    if dead and found.reentrant:
-        other = found.run(reentrant=False)
-        freed = [n for n in dead if step.gradients[n] is None and other.gradients.get(n) is not None]
-        if freed:
-            ends = "the loss has no graph, and backward raises" if not step.backward else "silently, while others do"
-            yield Hazard(
-                "checkpointing-cuts-off",
-                certain=True,
-                reason=f"under reentrant checkpointing {len(freed)} of {count} trained parameters, {freed[0]} first, "
-                f"get no gradient: {ends}",
-                change="gradient_checkpointing_kwargs={'use_reentrant': False} (tried on this batch: all of them get "
-                "one)",
-            )
-            dead = [n for n in dead if n not in set(freed)]
-    zero = [n for n in dead if step.gradients[n] is not None]
-    dead = [n for n in dead if step.gradients[n] is None]
+    ran = [n for n in step.gradients if n in step.called or not step.backward]
+    dead = [n for n in ran if n not in found.judged and without_gradient(step, n)]
+    if dead and found.reentrant and (cut := tried.instead_of_cutting_off(found, dead)):
+        ends = "the loss has no graph, and backward raises" if not step.backward else "silently, while others do"
+        yield Hazard(
+            "checkpointing-cuts-off",
+            certain=True,
+            reason=f"under reentrant checkpointing {len(cut.freed)} of {count} trained parameters, {cut.freed[0]} "
+            f"first, get no gradient: {ends}",
+            change=cut.change,
+        )
+        dead = [n for n in dead if n not in set(cut.freed)]
+    yield from _dead(step, dead)
+
+
+def _dead(step: Rehearsal, names: list[str]) -> Iterator[Hazard]:
+    count = len(step.gradients)
+    zero = [n for n in names if step.gradients[n] is not None]
+    dead = [n for n in names if step.gradients[n] is None]
     if zero:
         yield Hazard(
             "zero-gradient",
             certain=False,
             reason=f"{len(zero)} of {count} trained parameters have a gradient of exactly 0 on this batch: "
-            f"{_places(zero)}",
-            change="nothing if a gate or a projector behind them starts at 0 and moves with the first step; else look "
-            "whether their output is used",
+            f"{places(zero)}",
+            change="look whether their output is used, and whether it is multiplied by a frozen 0; nothing if "
+            "other batches reach them (experts, rare tokens)",
         )
     if dead and not step.backward:
         yield Hazard(
@@ -212,18 +163,10 @@ def gradients(found: Measurement) -> Iterator[Hazard]:
             "no-gradient",
             certain=False,
             reason=f"{len(dead)} of {count} trained parameters get no gradient on this batch although their modules "
-            f"run: {_places(dead)}",
+            f"run: {places(dead)}",
             change="freeze them or leave them out of the adapter's targets; DistributedDataParallel stops at them "
             "unless find_unused_parameters=True",
         )
-
-
-def without_gradient(step: Rehearsal, name: str) -> bool:
-    """True if a parameter has no gradient, or one that is exactly 0 for another reason than LoRA's B being 0."""
-    gradient = step.gradients.get(name)
-    if gradient is None:
-        return True
-    return "lora_A" not in name and "lora_embedding_A" not in name and not bool(gradient.any())
 
 
 def missing(found: Measurement) -> Iterator[str]:
@@ -231,95 +174,15 @@ def missing(found: Measurement) -> Iterator[str]:
     step, subject = found.step, found.subject
     if step.loss is None:
         yield "the first loss and the gradients: the model gives no loss for this batch, which has no labels perhaps"
-    idle = [n for n, g in step.gradients.items() if g is None and n not in step.called]
+    idle = [n for n, g in step.gradients.items() if g is None and n not in step.called and n not in found.judged]
     if step.backward and idle:
-        yield f"{len(idle)} trained parameters whose modules this batch does not reach: {_places(idle)}"
+        yield f"{len(idle)} trained parameters whose modules this batch does not reach: {places(idle)}"
     if (
         step.backward
         and any(p.dtype in HALF for p in subject.parameters.values())
         and not any("weights that one step" in line for line in found.said)
     ):
         yield "the weights that a step moves: no optimizer given, or none of torch's own"
-
-
-def joins(found: Measurement) -> Iterator[Hazard]:
-    """Token embeddings that a hand-written model hands to its language model in another size than that gives them."""
-    survey, ids = found.subject.survey, found.batch.get("input_ids")
-    if isinstance(found.subject.inner, PreTrainedModel) and stock_class(found.subject.inner) is type(
-        found.subject.inner
-    ):
-        return
-    for path, stream in found.step.came_in.items():
-        model = survey.modules[path]
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or bool((ids[0] < 0).any()):
-            continue
-        own = stream_into(model, found.first_layers[path], ids[:1])
-        if own is None or own.shape[-1] != stream.shape[-1]:
-            continue
-        factor, others = _factor(stream, own)
-        if factor is None:
-            continue
-        place = path or type(model).__name__
-        found.said.append(f"the size of the token embeddings where they enter {place}, {factor:.3g} times its own")
-        if not 1 / OTHER_SCALE < factor < OTHER_SCALE:
-            scale = next((e.scale for e in facts.embeddings(survey) if e.submodel == path), None)
-            twice = " (its own scale, applied twice)" if scale and math.isclose(factor, scale, rel_tol=0.02) else ""
-            yield Hazard(
-                "embedding-scale",
-                certain=True,
-                reason=f"token embeddings enter the first layer of {place} {factor:.3g} times as large as {place} "
-                f"itself makes them from the same ids{twice}",
-                change="pass the output of hfpatch.embed_tokens(model)(input_ids) unscaled: a model that scales its "
-                "embeddings scales inputs_embeds too",
-            )
-        elif others is not None and others > LOUD:
-            yield Hazard(
-                "joined-too-large",
-                certain=False,
-                reason=f"the vectors beside them in the first row are {others:.3g} times as large (RMS) as the token "
-                f"embeddings where they enter {place}",
-                change="hfpatch.plan(model, only=['projection-init']) says what drawing the projector anew would do",
-            )
-
-
-def _factor(stream: torch.Tensor, table: torch.Tensor) -> tuple[float | None, float | None]:
-    """Return by how much rows of a stream are multiples of rows of a table, and how large the other rows are.
-
-    Args:
-        stream: [positions, width].
-        table: [tokens, width].
-
-    Returns:
-        The median factor over the rows that are such multiples, None if no row is; the RMS of the other rows over that
-        of these, None without other rows.
-    """
-    cosine = functional.normalize(stream, dim=-1) @ functional.normalize(table, dim=-1).T
-    best, which = cosine.max(dim=-1)
-    same = best > PARALLEL
-    if not bool(same.any()):
-        return None, None
-    factors = stream[same].norm(dim=-1) / table[which[same]].norm(dim=-1)
-    rms = stream.square().mean(dim=-1).sqrt()
-    others = float(rms[~same].median() / rms[same].median()) if not bool(same.all()) else None
-    return float(factors.median()), others
-
-
-def _other_checkpointing(found: Measurement) -> str:
-    """Return advice under which the step runs, tried one after the other; empty if none does."""
-    if found.reentrant:
-        other = found.run(reentrant=False)
-        if other.raised is None:
-            return "gradient_checkpointing_kwargs={'use_reentrant': False} (tried on this batch: the step runs)"
-    other = found.run(reentrant=None)
-    if other.raised is None:
-        return "leave gradient_checkpointing out for this model (tried on this batch: the step runs without it)"
-    return ""
-
-
-def _places(names: list[str]) -> str:
-    kinds = dict.fromkeys(starred(n) for n in names)
-    few = list(kinds)[:NAMED]
-    return ", ".join(few) + (f", and {len(kinds) - NAMED} more kinds" if len(kinds) > NAMED else "")
 
 
 def _vocabulary(subject: Subject) -> int | None:

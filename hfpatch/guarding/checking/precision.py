@@ -10,7 +10,7 @@ import torch
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.subject import Subject
-from hfpatch.guarding.checks import can_unscale, clean_name, quantised, zero_eps
+from hfpatch.guarding.checks import can_unscale, clean_name, quantised, trained_parameters, zero_eps
 from hfpatch.inspecting import facts
 from hfpatch.model.roles import weights_dtype
 
@@ -77,7 +77,8 @@ def eps_of_adam(subject: Subject) -> Iterator[Hazard]:
         groups = [{"eps": settings.eps, "params": list(subject.parameters.values())}]
     else:
         return
-    names = {id(p): n for n, p in subject.parameters.items()}
+    held = subject.parameters if optimizer is None else trained_parameters(subject.model, optimizer)
+    names = {id(p): n for n, p in held.items()}
     for _, eps, first, dtype in zero_eps(groups, names):
         if fused:
             then = "the fused step divides in float32, and its steps are many times the learning rate"

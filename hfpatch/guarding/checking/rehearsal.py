@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from hfpatch.compat import hooks
-from hfpatch.dtypes import dtype_name
+from hfpatch.compat.autograd import version
 from hfpatch.errors import InputError
+from hfpatch.guarding.checking.put_back import as_before, device_of
+from hfpatch.guarding.checking.raised import Raised, check_keys, raised
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.source import REJECTIONS
 
-
-@dataclass(frozen=True)
-class Raised:
-    """A step that ended in an error.
-
-    Attributes:
-        error: Class and text of the error.
-        path: The innermost module whose code was running; empty for the model itself.
-        cls: Name of its class.
-        held: Dtypes and shapes of the tensors in its call, by name.
-        weight: Dtype of the module's own weight; None if it has none.
-    """
-
-    error: str
-    path: str
-    cls: str
-    held: Mapping[str, str]
-    weight: torch.dtype | None
+FORWARD = 1 / 3
+"""Share of a training step that its forward pass costs: a backward pass costs two of them."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +34,9 @@ class Rehearsal:
         called: Names of the trained parameters whose module was called.
         backward: True if a backward pass was run.
         came_in: The first row [positions, width] of the tensor that came into each watched module, by name.
+        written: Names of the embeddings whose output was written into in place.
+        changed: Names of the parameters that forward itself wrote into, which are not put back.
+        cost: What it cost, in training steps.
     """
 
     loss: float | None = None
@@ -59,6 +45,20 @@ class Rehearsal:
     called: frozenset[str] = frozenset()
     backward: bool = False
     came_in: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    written: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    cost: float = FORWARD
+
+
+class _Step(nn.Module):
+    """A forward and a backward pass as one call, so that replaced parameters are still there when layers run again."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self) -> Any:
+        return self.run()
 
 
 def rehearse(
@@ -70,6 +70,9 @@ def rehearse(
     reentrant: bool = False,
     prepare: Callable[[], object] = lambda: None,
     watch: Mapping[str, nn.Module] = MappingProxyType({}),
+    embeddings: Mapping[str, nn.Module] = MappingProxyType({}),
+    instead: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
+    compiled: bool = False,
 ) -> Rehearsal:
     """Run a forward and a backward pass, and put everything back.
 
@@ -80,19 +83,24 @@ def rehearse(
     Args:
         model: What is called, inside DDP and the like. It is run in training mode.
         parameters: Those that are trained, by name.
-        batch: Keyword arguments of the model; tensors are moved to its device.
+        batch: Keyword arguments of the model; tensors in it are copied to the model's device.
         autocast: Dtype of an autocast region around the forward pass.
         reentrant: True if a layer is checkpointed by torch's reentrant implementation.
         prepare: Called before the forward pass, to change the model; that is put back too.
         watch: Modules whose first input is kept, by name.
+        embeddings: Modules whose output is watched for writes in place, by name.
+        instead: Tensors that the model computes with in place of parameters of its own, which are not written.
+        compiled: True if a module of the model is compiled: all of it runs uncompiled.
 
     Raises:
-        InputError: The batch has keys that the model does not take.
+        InputError: The batch has keys that the model does not take, or tensors without values.
     """
     device = device_of(model)
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     called: set[int] = set()
     came_in: dict[str, torch.Tensor] = {}
+    embedded: dict[str, tuple[torch.Tensor, int]] = {}
+    began: list[bool] = []
+    moved: dict[str, Any] = {}
 
     def mark(module: nn.Module, _args: Any) -> None:
         called.update(map(id, module.parameters(recurse=False)))
@@ -105,28 +113,52 @@ def rehearse(
 
         return hook
 
-    region = torch.autocast(device.type, dtype=autocast) if autocast is not None else contextlib.nullcontext()
-    with as_before(model, device):
+    def embed(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                embedded.setdefault(name, (output, version(output)))
+
+        return hook
+
+    def passes() -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None] | None]:
+        with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            loss = _loss(model(**moved))
+        if loss is None or not loss.requires_grad:
+            return loss, None
+        began.append(True)
+        # autograd goes only where something asked for lies: embeddings that a hook made require gradients are asked too
+        ends = [t for t, _ in embedded.values() if t.requires_grad and t.is_leaf]
+        return loss, _gradients(loss, parameters, ends, reentrant=reentrant)
+
+    versions = {n: version(p) for n, p in model.named_parameters()}
+    with torch.inference_mode(mode=False), _uncompiled(compiled=compiled), as_before(model):
+        moved.update({k: on_device(v, device, str(k)) for k, v in batch.items()})
         holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         handles = [hooks.before(m, mark) for m in holders]
         handles += [hooks.before(m, keep(n), with_kwargs=True) for n, m in watch.items()]
+        handles += [hooks.after(m, embed(n)) for n, m in embeddings.items()]
         try:
             model.train()
             prepare()
-            with torch.enable_grad(), region:
-                loss = _loss(model(**moved))
-            found = None
-            if loss is not None and loss.requires_grad:
-                found = _gradients(loss, parameters, reentrant=reentrant)
+            loss, found = _with_others(model, passes, instead)
         except REJECTIONS as error:
-            _check_keys(error, model, batch)
-            return Rehearsal(raised=_raised(error, model))
+            check_keys(error, model, batch)
+            places = {n: t for n, (t, _) in embedded.items()}
+            return Rehearsal(raised=raised(error, model, places), cost=1.0 if began else FORWARD)
         finally:
             for handle in handles:
                 handle.remove()
     names = frozenset(n for n, p in parameters.items() if id(p) in called)
-    value = None if loss is None else float(loss.detach())
-    return Rehearsal(value, None, found or dict.fromkeys(parameters), names, found is not None, came_in)
+    return Rehearsal(
+        loss=None if loss is None else float(loss.detach()),
+        gradients=found or dict.fromkeys(parameters),
+        called=names,
+        backward=found is not None,
+        came_in=came_in,
+        written=tuple(n for n, (t, before) in embedded.items() if version(t) != before),
+        changed=tuple(clean_name(n) for n, p in model.named_parameters() if version(p) != versions[n]),
+        cost=1.0 if began else FORWARD,
+    )
 
 
 class _Reached(Exception):  # noqa: N818 - no fault: the layer was called
@@ -153,7 +185,7 @@ def stream_into(model: nn.Module, layer: nn.Module, ids: torch.Tensor) -> torch.
             found.append(stream[0].detach().float())
         raise _Reached
 
-    with as_before(model, device):
+    with as_before(model):
         handle = hooks.before(layer, hook, with_kwargs=True)
         try:
             model.eval()
@@ -166,56 +198,50 @@ def stream_into(model: nn.Module, layer: nn.Module, ids: torch.Tensor) -> torch.
     return found[0] if found else None
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+def on_device(value: Any, device: torch.device, name: str) -> Any:
+    """Return a value of a batch with copies of its tensors on a device, as deep as a Trainer looks.
+
+    Raises:
+        InputError: A tensor is on meta, without values.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise InputError(f"check: batch: {name!r} is on the meta device and has no values; pass it with values")
+        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {k: on_device(v, device, name) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_device(v, device, name) for v in value)
+    return value
 
 
-@contextlib.contextmanager
-def as_before(model: nn.Module, device: torch.device) -> Generator[None]:
-    """Leave a model, its gradients and every random state as they were, whatever happens inside."""
-    kept = [(m, dict(m.__dict__), _tables(m)) for m in model.modules()]
-    values = {b: b.detach().clone() for b in model.buffers() if not b.is_meta}
-    grads = {p: p.grad for p in model.parameters()}
-    for parameter in grads:
-        parameter.grad = None
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        for module, attributes, tables in kept:
-            for name in [n for n in module.__dict__ if n not in attributes]:
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            for name, held in tables.items():
-                table = attributes[name]
-                table.clear()
-                table.update(held)
-        for parameter, grad in grads.items():
-            parameter.grad = grad
-        with torch.no_grad():
-            for buffer, value in values.items():
-                buffer.copy_(value)
+def _uncompiled(*, compiled: bool) -> contextlib.AbstractContextManager[object]:
+    """Have compiled modules run uncompiled: hooks that are set after their first call do nothing there."""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def _tables(module: nn.Module) -> dict[str, Any]:
-    """Return copies of what a module keeps in dicts and sets: children, parameters, buffers, hooks."""
-    return {n: v.copy() for n, v in module.__dict__.items() if isinstance(v, (dict, set))}
+def _with_others(model: nn.Module, passes: Callable[[], Any], instead: Mapping[nn.Parameter, torch.Tensor]) -> Any:
+    """Run both passes with other tensors in place of some parameters."""
+    if not instead:
+        return passes()
+    by_id = {id(p): t for p, t in instead.items()}
+    named = model.named_parameters(remove_duplicate=False)
+    return torch.func.functional_call(
+        _Step(model, passes), {f"model.{n}": by_id[id(p)] for n, p in named if id(p) in by_id}, ()
+    )
 
 
 def _gradients(
-    loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], *, reentrant: bool
+    loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], ends: list[torch.Tensor], *, reentrant: bool
 ) -> dict[str, torch.Tensor | None]:
     trained = [p for p in parameters.values() if p.requires_grad]
     if reentrant:
         loss.backward()
         return {n: p.grad for n, p in parameters.items()}
-    found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
-    by_id = {id(p): g for p, g in zip(trained, found, strict=True)}
-    return {n: by_id.get(id(p)) for n, p in parameters.items()}
+    found = torch.autograd.grad(loss, [*trained, *ends], allow_unused=True) if trained else ()
+    by_id: dict[int, torch.Tensor | None] = dict(zip(map(id, trained), found, strict=False))
+    # a function whose backward runs another one (reversible layers) leaves what that finds in `.grad`
+    return {n: p.grad if (given := by_id.get(id(p))) is None else given for n, p in parameters.items()}
 
 
 def _loss(output: Any) -> torch.Tensor | None:
@@ -223,40 +249,3 @@ def _loss(output: Any) -> torch.Tensor | None:
     loss = output[0] if loss is None and isinstance(output, tuple) and output else loss
     loss = output if loss is None else loss
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def _check_keys(error: BaseException, model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise if the batch, not the model, is at fault: its keys do not fit the signature of forward."""
-    inside = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_locals.get("self") is model]
-    if isinstance(error, TypeError) and not any(f.f_code.co_name == "forward" for f in inside):
-        raise InputError(
-            f"check: {type(model).__name__} does not take this batch ({', '.join(map(str, batch))}): {error}; pass "
-            "the keys that its forward names, or leave batch= out"
-        ) from error
-
-
-def _raised(error: BaseException, model: nn.Module) -> Raised:
-    """Return the innermost module of the model that was running, from the frames of the traceback."""
-    paths = {id(m): clean_name(n) for n, m in model.named_modules()}
-    place: nn.Module = model
-    held: dict[str, str] = {}
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "forward" and isinstance(owner, nn.Module) and id(owner) in paths:
-            place, held = owner, dict(_tensors(frame.f_locals))
-    weight = dict(place.named_parameters(recurse=False)).get("weight")
-    return Raised(
-        error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(
-            ": "
-        ),
-        path=paths[id(place)],
-        cls=type(place).__name__,
-        held=held,
-        weight=None if weight is None else weight.dtype,
-    )
-
-
-def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            yield name, f"{dtype_name(value.dtype)} {tuple(value.shape)}"

@@ -11,7 +11,8 @@ from torch import nn
 from hfpatch.compat.modules import buffers as own_buffers
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking.hazard import Hazard
-from hfpatch.guarding.checking.measured import HALF, Measurement
+from hfpatch.guarding.checking.measured import HALF
+from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.rebuilt import as_loaded
@@ -23,6 +24,8 @@ KEPT = 0.05
 """Share of a gradient's sum that rounding may lose over the accumulation steps."""
 SAMPLE = 2**20
 """Values of a parameter that are looked at."""
+ADDED = 2**16
+"""Values of a gradient that are added up as often as there are accumulation steps."""
 
 
 def moved(found: Measurement) -> Iterator[Hazard]:
@@ -71,7 +74,7 @@ def accumulation(found: Measurement) -> Iterator[Hazard]:
         return
     lost = whole = 0.0
     for gradient in half:
-        part = gradient.detach().flatten()[:SAMPLE] / times
+        part = gradient.detach().flatten()[:ADDED] / times
         total = torch.zeros_like(part)
         for _ in range(times):
             total += part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,10 +15,11 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.guarding.checking.forwards import is_reentrant
 from hfpatch.guarding.checking.settings import Settings, read_settings
-from hfpatch.guarding.checks import clean_name, trained_parameters
+from hfpatch.guarding.checks import clean_name, outside, parameters_by_id
+from hfpatch.guarding.gradient_norms import is_distributed
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
-from hfpatch.model.wrapping import kind_of, unwrap
+from hfpatch.model.wrapping import EVERY, kind_of, unwrap
 
 
 class Subject:
@@ -27,6 +28,7 @@ class Subject:
     Attributes:
         survey: The survey of the model.
         model: The model as it is trained, with its wrappers.
+        called: What a training step calls, inside DDP and the like; PEFT's own model, if there is one.
         inner: The model inside all wrappers, whose forward a Trainer inspects.
         settings: The training arguments; None if none were passed.
         optimizer: The torch optimizer; None if none was passed.
@@ -43,6 +45,7 @@ class Subject:
     def __init__(self, model: Any, args: Any, optimizer: Any, batch: Mapping[str, Any] | None, device: Any) -> None:
         self.survey = Survey(model)
         self.model = self.survey.root
+        self.called = unwrap(self.model, tuple(kind for kind in EVERY if kind != "PEFT"))
         self.inner = unwrap(self.model)
         self.settings: Settings | None = None if args is None else read_settings(args)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -50,6 +53,12 @@ class Subject:
             from hfpatch.guarding.stepping import unwrapped
 
             self.optimizer = unwrapped(optimizer)
+            if not self.parameters:
+                raise InputError(
+                    f"check: {type(self.optimizer).__name__} holds {len(parameters_by_id(self.optimizer))} parameters, "
+                    f"none of them of this {type(self.model).__name__}, which would not be trained; create the "
+                    "optimizer from the model that is called, after it was copied, loaded or sharded"
+                )
         scaler = getattr(optimizer, "scaler", None)
         self.scaled = scaler is not None or (self.settings is not None and self.settings.scaled)
         self.loaded = not any(p.is_meta for p in self.model.parameters())
@@ -60,8 +69,24 @@ class Subject:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by name."""
         if self.optimizer is not None:
-            return trained_parameters(self.model, self.optimizer)
+            mine = parameters_by_id(self.optimizer)
+            return {clean_name(n): p for n, p in self.model.named_parameters() if id(p) in mine}
         return {clean_name(n): p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def of_the_optimizer(self) -> Iterator[str]:
+        """Yield sentences on parameters that only one of the model and its optimizer has."""
+        if self.optimizer is None:
+            return
+        if strays := len(parameters_by_id(self.optimizer)) - len(self.parameters):
+            yield (
+                f"{strays} parameter{'s' if strays > 1 else ''} of the optimizer {'are' if strays > 1 else 'is'} none "
+                "of the model's"
+            )
+        if left := outside(self.model, self.optimizer):
+            yield (
+                f"{len(left)} parameters require gradients and are not in the optimizer ({next(iter(left))} first): "
+                "they do not train"
+            )
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
@@ -86,10 +111,21 @@ class Subject:
 
     @property
     def alone(self) -> str | None:
-        """Why one rank alone cannot run the model; None if it can."""
+        """Why the model cannot be run here, on one rank alone; None if it can."""
         for module in self.survey.modules.values():
             if (kind := kind_of(type(module))) in ("FSDP", "FSDP2", "DeepSpeed"):
                 return f"the model is sharded by {kind}, and one rank alone cannot run it"
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                return f"{clean_name(name)} is made by the first call (a lazy module): call the model once before"
+            if is_distributed(parameter):
+                return f"{clean_name(name)} is a DTensor, split over ranks, and one rank alone cannot run it"
+        synced = [n for n, m in self.survey.modules.items() if isinstance(m, nn.SyncBatchNorm)]
+        dist = torch.distributed
+        if synced and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return (
+                f"{clean_name(synced[0])} (SyncBatchNorm) waits for the other ranks, and one rank alone cannot run it"
+            )
         return None
 
     @property
