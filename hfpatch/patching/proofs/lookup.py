@@ -44,11 +44,10 @@ def proof_verdict(entry: Entry, context: Context, *, own: bool = False) -> Neede
         return Refused(f"it was not tested with {code.set_here[0]}, which no repro of this patch runs", "foreign-code")
     about = subject(entry, context, code)
     if code.own or about.architecture not in CONFIG_MAPPING:
+        model = context.submodel.model
         if own:
-            return _of_own(entry, context.submodel.model, about)
-        name = next(iter(code.own), type(context.submodel.model).__qualname__)
-        why = f"it was not tested with {name}, which no repro of this patch runs"
-        return Refused(f'{why}; prove="own" tries it on a tiny model of your class', "foreign-code")
+            return _of_own(entry, model, about, _untested(code, model))
+        return Refused(f'{_untested(code, model)}; prove="own" tries it on a tiny model of your class', "foreign-code")
     if (proof := shelf.find(shelf.shipped(entry.file), about)) is None:
         return _on_demand(entry, about, code)
     match proof.outcome:
@@ -79,7 +78,12 @@ def _on_demand(entry: Entry, about: Subject, code: Code) -> Needed | NotNeeded |
             return _untried(entry, proof, runs)
 
 
-def _of_own(entry: Entry, model: PreTrainedModel, about: Subject) -> Needed | NotNeeded | Refused:
+def _untested(code: Code, model: PreTrainedModel) -> str:
+    name = next(iter(code.own), type(model).__qualname__)
+    return f"it was not tested with {name}, which no repro of this patch runs"
+
+
+def _of_own(entry: Entry, model: PreTrainedModel, about: Subject, untested: str) -> Needed | NotNeeded | Refused:
     """Return what a proof on a tiny model of the user's own class says."""
     if about not in FOUND:
         FOUND[about] = _same_on_all_ranks(about, lambda: prove_own(entry, model, about))
@@ -92,7 +96,7 @@ def _of_own(entry: Entry, model: PreTrainedModel, about: Subject) -> Needed | No
         case "not cured":
             return Refused(f"tried here, it does not cure a tiny {name}: {proof.text}", "not-cured")
         case "untried":
-            return Refused(f"it could not be tried on a tiny {name}: {proof.text}", "foreign-code")
+            return Refused(f"{untested}, and it could not be tried on a tiny {name}: {proof.text}", "foreign-code")
 
 
 def _untried(entry: Entry, proof: Proof, runs: str) -> Needed | Refused:
