@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import hfpatch
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
 from hfpatch.patching.apply import carry_out
 from hfpatch.patching.record import records_of
+from hfpatch.patching.undo import one_at_a_time
 from tests.fingerprint import fingerprint
 
 OURS = Path(hfpatch.__file__).parent
@@ -98,6 +100,9 @@ def interrupted(action: Callable[[], object], at: int, error: type[BaseException
         pass
     finally:
         sys.settrace(was)
+        with suppress(RuntimeError):  # raised at the end of a `with`, before its lock is released
+            while True:
+                one_at_a_time().release()
     return interrupt.raised
 
 
