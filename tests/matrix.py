@@ -228,6 +228,11 @@ def patch_row(patch_id: str) -> Cell:
     )
 
 
+def row_of(patch: Cell) -> str:
+    """The line of a patch in the page."""
+    return f"| `{patch.kind}` | {patch.outcome} | {patch.text} |"
+
+
 def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[int, int]]) -> str:
     """docs/state.md: a row for each wrapper and order, a column for each kind of edit; patches; interruptions."""
     kinds = list(SUBJECTS)
@@ -282,7 +287,7 @@ def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[
             "",
             "| patch | outcome | case |",
             "|---|---|---|",
-            *(f"| `{row.kind}` | {row.outcome} | {row.text} |" for row in patches),
+            *map(row_of, patches),
             "",
             "## Interruptions",
             "",

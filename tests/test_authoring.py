@@ -18,7 +18,7 @@ from hfpatch.patching import edits, registry
 from tests.fingerprint import fingerprint
 
 PAGE = (Path(__file__).parent.parent / "docs" / "authoring.md").read_text()
-PATCH, USE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+PATCH, USE, BY_STRUCTURE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -70,6 +70,13 @@ def test_what_the_page_says_about_it(module: ModuleType, ids: torch.Tensor, caps
     fix.revert()
     assert fingerprint(model) == before
     assert torch.equal(model(input_ids=ids).logits, stock)
+
+
+def test_what_serves_a_structure_is_as_in_the_patch_that_does() -> None:
+    whole = registry.get("fp16-residual-overflow").file.read_text()
+    parts = re.findall(r'serves=.*|depends_on=.*|Case\(.*?\)|"\w+": ".*?"', BY_STRUCTURE)
+    assert len(parts) == 4
+    assert all(part in whole for part in parts)
 
 
 def test_the_page_names_every_kind_of_edit() -> None:

@@ -63,7 +63,8 @@ def test_it_runs_like_ours(tiny: Any, capsys: Any) -> None:
     assert "my-mark" in [entry.id for entry in hfpatch.list_patches("llama")]
     assert "my-mark" not in [entry.id for entry in hfpatch.list_patches("gpt2")]
     shown = " ".join(str(hfpatch.explain("my-mark")).split())
-    assert shown.startswith(f"my-mark: A mark on a llama from registered by hand, {__file__}")
+    assert shown.startswith("my-mark: A mark on a llama from registered by hand, ")
+    assert __file__ in shown.replace(" ", "")  # a long path is broken
     assert hfpatch.explain("my-mark").to_dict()["origin"] == "registered by hand"
     fix = hfpatch.apply(model)  # a bare one: its effect is exact
     assert "hfpatch: my-mark (registered by hand) applied (exact): 1 edit" in capsys.readouterr().err
