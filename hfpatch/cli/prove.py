@@ -9,6 +9,7 @@ import typer
 
 from hfpatch.cli.common import Json, quiet_transformers, show
 from hfpatch.errors import InputError
+from hfpatch.patching.language import ANY
 
 if TYPE_CHECKING:
     from hfpatch.patching.proofs.proof import Proof
@@ -34,8 +35,8 @@ def prove(
 
     entry = registry.get(patch)
     if entry.patch.serves is None:
-        names = ", ".join(entry.architectures)
-        raise InputError(f"prove {patch}: it supports {names} by name; hfpatch verify {patch} runs its cases")
+        names = "every architecture" if ANY in entry.architectures else f"only {', '.join(entry.architectures)}"
+        raise InputError(f"prove {patch}: it is declared for {names}; hfpatch verify {patch} runs its cases")
     quiet_transformers()
     import torch
 

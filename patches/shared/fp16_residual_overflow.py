@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
 CASTS_STREAM = "its layers cast the stream to their norm's dtype; run it in bfloat16"
+FRAMES = {"max_source_positions": 16}
+"""Whisper's encoder takes no other length than this; an example has 32 frames, and it halves them."""
 T5 = NotNeeded("wo-overflow is for this architecture: it keeps the output of wo, and so the stream, in float32")
 
 
@@ -106,7 +108,7 @@ PATCH = Patch(
     symptom=symptom,
     repros=(
         Case(ANY, "float16", layers=16, overflow=True),
-        Case("whisper", "float16", layers=16, overflow=True, cls="WhisperForConditionalGeneration"),
+        Case("whisper", "float16", config=FRAMES, layers=16, cls="WhisperForConditionalGeneration", overflow=True),
     ),
     leaves_alone=(Case("gemma3_text", dtype="bfloat16"), Case("gemma3_text", dtype="float32", autocast="float16")),
     but={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,15 @@ from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.proving import FAILURES, attempt
 from hfpatch.patching.verifying.trial import tiny_of
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The tiny model of one repro: what a proof with it is about, and why it lacks the structure, if it does."""
+
+    subject: Subject
+    why_not: str
+
 
 REJECTED = (*FAILURES, IndexError)
 """What transformers may raise for a config that nobody tried."""
@@ -91,22 +100,24 @@ def prove(entry: Entry, architecture: str, about: Subject | None = None, make: M
         structure and with the fault.
     """
     settings = about.settings if about and make is tiny_of else {}
-    found = _subject_of_tiny(entry, architecture, settings, make)
-    if isinstance(found, str):
-        return about and Proof(about, "untried", found)
-    if found is None:
+    cases = [replace(case, config={**settings, **case.config}) for case in cases_of(entry, architecture)]
+    seen = [_seen(entry, case, make) for case in cases]
+    if None in seen:
         return None
-    found, why_not = found
-    if about and (other := about.bodies - found.bodies):
-        return Proof(about, "untried", f"its tiny model does not run {len(other)} of the forwards that this model runs")
-    runs = [_run(entry, case, settings, make) for case in cases_of(entry, architecture)]
+    readable = [each for each in seen if isinstance(each, _Seen)]
+    if not readable:
+        return about and Proof(about, "untried", str(seen[0]))
+    runs = [_run(entry, case, make) for case in cases]
     tried = [run for run in runs if run.outcome != "untried"] or runs
     order: tuple[Outcome, ...] = ("not cured", "proved", "harmless", "untried")
     worst = min(tried, key=lambda run: order.index(run.outcome))
-    if why_not and {run.outcome for run in runs} != {"harmless"}:
-        return about and Proof(about, "not cured", why_not)
-    flags = about.flags if about else found.flags
-    return Proof(replace(found, flags=flags), worst.outcome, worst.text)
+    if readable[0].why_not and {run.outcome for run in runs} != {"harmless"}:
+        return about and Proof(about, "not cured", readable[0].why_not)
+    ran = (each for each, run in zip(seen, runs, strict=True) if run.outcome == worst.outcome)
+    bodies = frozenset[str]().union(*(each.subject.bodies for each in ran if isinstance(each, _Seen)))
+    if about and (other := about.bodies - bodies):
+        return Proof(about, "untried", f"its tiny model does not run {len(other)} of the forwards that this model runs")
+    return Proof(replace(about or readable[0].subject, bodies=bodies), worst.outcome, worst.text)
 
 
 def cases_of(entry: Entry, architecture: str) -> list[Case]:
@@ -115,30 +126,23 @@ def cases_of(entry: Entry, architecture: str) -> list[Case]:
     return [replace(case, architecture=architecture) for case in named if case.device == "cpu"]
 
 
-def _subject_of_tiny(
-    entry: Entry, architecture: str, settings: Mapping[str, Any], make: Make
-) -> tuple[Subject, str] | str | None:
-    """Return the subject of the tiny models, and why they lack the structure; None if no such submodel reads tokens.
-
-    If a tiny model cannot be built, returns why.
-    """
-    found: list[tuple[Subject, str]] = []
-    for cls in dict.fromkeys(case.cls for case in cases_of(entry, architecture)):
-        try:
-            survey = Survey(make(Case(architecture, config=settings, cls=cls)))
-        except REJECTED as error:
-            return f"no tiny model of it can be built: {_first_line(error)}"
-        inside = [s for s in survey.submodels if s.architecture == architecture and find_embedding(s.model) is not None]
-        if not inside:
-            return None
-        context = Context(survey, inside[0], None, entry.patch.options)
-        why_not = entry.patch.serves.why_not(context) if entry.patch.serves else ""
-        found.append((subject(entry, context, code_of(entry, context)), why_not))
-    bodies = frozenset[str]().union(*(about.bodies for about, _ in found))
-    return replace(found[0][0], bodies=bodies), found[0][1]
+def _seen(entry: Entry, case: Case, make: Make) -> _Seen | str | None:
+    """Return what the tiny model of a case is; why it cannot be built; None if no such submodel in it reads tokens."""
+    try:
+        survey = Survey(make(case))
+    except REJECTED as error:
+        return f"no tiny model of it can be built: {_first_line(error)}"
+    inside = [
+        s for s in survey.submodels if s.architecture == case.architecture and find_embedding(s.model) is not None
+    ]
+    if not inside:
+        return None
+    context = Context(survey, inside[0], None, entry.patch.options)
+    why_not = entry.patch.serves.why_not(context) if entry.patch.serves else ""
+    return _Seen(subject(entry, context, code_of(entry, context)), why_not)
 
 
-def _run(entry: Entry, case: Case, settings: Mapping[str, Any], make: Make) -> _Run:
+def _run(entry: Entry, case: Case, make: Make) -> _Run:
     patched: list[str] = []
 
     def check(_entry: Entry, context: Context) -> Refused | None:
@@ -148,7 +152,7 @@ def _run(entry: Entry, case: Case, settings: Mapping[str, Any], make: Make) -> _
         return None
 
     try:
-        tried = attempt(entry, replace(case, config={**settings, **case.config}), check, make)
+        tried = attempt(entry, case, check, make)
     except NothingGrowsError as error:
         return _Run("harmless", str(error))
     except REJECTED as error:

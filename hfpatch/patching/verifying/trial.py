@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,14 +97,16 @@ def token_ids(case: Case) -> torch.Tensor:
 def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     """Return a model's inputs for token ids; a decoder beside a text encoder gets the same ids.
 
-    An encoder of another modality, e.g. sound, gets an example input.
+    An encoder of another modality, e.g. sound, gets an example input, and its decoder the ids.
     """
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
         return {"input_ids": ids, "decoder_input_ids": ids}
-    return {key: value for key, value in example_inputs(model).items() if key not in ("labels", "attention_mask")}
+    given = {key: value for key, value in example_inputs(model).items() if key not in ("labels", "attention_mask")}
+    reads_ids = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    return given if "input_ids" in given or not reads_ids else {"decoder_input_ids": ids, **given}
 
 
 def tiny_of(case: Case) -> PreTrainedModel:
