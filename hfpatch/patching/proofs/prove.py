@@ -26,7 +26,7 @@ from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.proving import FAILURES, attempt
 from hfpatch.patching.verifying.trial import tiny_of
 
-REJECTED = (*FAILURES, IndexError)
+REJECTED = (*FAILURES, *REJECTIONS)
 """What transformers may raise for a config that nobody tried."""
 
 
