@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import subprocess
 import sys
 import time
 from typing import Any
@@ -64,6 +66,23 @@ class Raw(_Own):
 
     config_class = ScaledConfig
     layer = RawLayer
+
+
+class Stock(LlamaForCausalLM):
+    """A model of its own `model_type` whose layers are Llama's."""
+
+    config_class = ScaledConfig
+
+
+class Talks(Scaled):
+    """A model that prints, at the end of its process too, and leaves a process behind."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if "pytest" not in sys.modules:
+            print("x" * 1_000_000)
+            atexit.register(print, "goodbye")
+            subprocess.Popen(["sleep", "600"])
 
 
 class Hangs(Scaled):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from transformers import BloomConfig, BloomForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_config, tiny_model
@@ -231,6 +237,124 @@ class TestOnDemand:
         before = torch.get_rng_state()
         hfpatch.plan(tiny_model("gpt_neox", use_parallel_residual=False).half())
         assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize("context", [lambda: torch.device("meta"), torch.inference_mode, torch.no_grad])
+    def test_the_callers_contexts_do_not_change_a_proof(self, context: Any, cache: Path) -> None:
+        model = tiny_model("gpt_neox", use_parallel_residual=False).half()
+        with context():
+            found = decision(hfpatch.plan(model), STREAM)
+        assert "proved here, on a tiny gpt_neox" in found.reason
+
+    def test_where_weights_get_no_values_nothing_is_kept(self, cache: Path) -> None:
+        model = tiny_model("gpt_neox", use_parallel_residual=False).half()
+        with init_empty_weights():
+            found = decision(hfpatch.plan(model), STREAM)
+        assert "warning: not proved" in found.reason
+        assert "plan outside it" in found.reason
+        assert not cache.exists()
+        assert "proved here, on a tiny gpt_neox" in decision(hfpatch.plan(model), STREAM).reason
+
+    def test_threads_that_plan_at_once_leave_the_random_state(self, cache: Path) -> None:
+        models = [tiny_model("gpt_neox", use_parallel_residual=False).half() for _ in range(2)]
+        models += [tiny_model("falcon", parallel_attn=False).half() for _ in range(2)]
+        before = torch.get_rng_state()
+        with ThreadPoolExecutor(4) as threads:
+            plans = list(threads.map(lambda model: hfpatch.plan(model, only=STREAM), models))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all("proved here" in decision(made, STREAM).reason for made in plans)
+
+    def test_an_interrupted_proof_leaves_nothing(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: Any) -> None:
+            torch.rand(1)
+            raise KeyboardInterrupt
+
+        model = tiny_model("gpt_neox", use_parallel_residual=False).half()
+        with monkeypatch.context() as during, torch.random.fork_rng(devices=[]):
+            during.setattr("hfpatch.patching.proofs.prove.attempt", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                hfpatch.plan(model)
+        assert not lookup.FOUND
+        assert not cache.exists()
+        assert (torch.get_default_dtype(), torch.empty(1).device.type) == (torch.float32, "cpu")
+        assert "proved here" in decision(hfpatch.plan(model), STREAM).reason
+
+
+class TestCacheFolder:
+    @pytest.mark.parametrize("place", ["file", "file/below", "none"])
+    def test_a_home_that_cannot_be_used_stops_no_plan(self, place: str, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        folder = "/proc/none" if place == "none" else str(tmp_path / place)
+        code = (
+            "import hfpatch; from hfpatch.lab.tiny import tiny_model\n"
+            "model = tiny_model('gpt_neox', use_parallel_residual=False).half()\n"
+            f"print(hfpatch.plan(model, only={STREAM!r}).decisions[0].reason)"
+        )
+        told = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "HF_ASSETS_CACHE": folder},
+        )
+        assert "proved here, on a tiny gpt_neox" in told.stdout
+        assert told.stderr.count("proofs cannot be kept") == 1
+        assert "damaged" not in told.stderr
+
+
+class TestReplacedForwards:
+    """Other code may replace the forward of a class of transformers; what runs then has to be proved."""
+
+    def reason(self, forward: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+        found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
+        return found.decided, found.reason
+
+    def test_a_wrapper_is_part_of_the_body(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        was = LlamaDecoderLayer.forward
+
+        @functools.wraps(was)
+        def narrow(self: Any, *args: Any, **words: Any) -> Any:
+            return was(self, *args, **words).half()
+
+        decided, reason = self.reason(narrow, monkeypatch)
+        assert decided == "refused"
+        assert "LlamaDecoderLayer.forward, changed since the shipped proofs" in reason
+
+    def test_functions_without_source_are_told_apart(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = "def forward(self, *args, **words): return was(self, *args, **words)"
+        made: list[dict[str, Any]] = [{"was": LlamaDecoderLayer.forward} for _ in range(2)]
+        for words, end in zip(made, ("", ".half()"), strict=True):
+            exec(text + end, words)  # noqa: S102 - a function without source
+        assert self.reason(made[0]["forward"], monkeypatch)[0] == "applied"
+        assert self.reason(made[1]["forward"], monkeypatch)[0] == "refused"
+        assert not cache.exists()
+
+
+class TestRegistered:
+    """Patches that a user registers are told apart by what they are, not by where their condition was written."""
+
+    @pytest.fixture
+    def registered(self) -> Iterator[None]:
+        yield
+        for name in registry.by_hand():
+            hfpatch.unregister(name)
+
+    def test_another_patch_with_the_condition_of_ours(self, cache: Path, registered: None) -> None:
+        ours = registry.get(STREAM).patch
+        hfpatch.register(replace(ours, edits=ours.edits[-1:]), id="last-edit-only")
+        found = decision(hfpatch.plan(tiny_model("llama").half(), only="last-edit-only"), "last-edit-only")
+        assert (found.decided, found.code) == ("refused", "not-cured")
+        assert not cache.exists()
+
+    def test_a_file_that_was_edited_and_registered_again(self, cache: Path, registered: None, tmp_path: Path) -> None:
+        file, text = tmp_path / "my_stream.py", registry.get(STREAM).file.read_text()
+        edit = 'edits.cast_input(select.first_layer(), to="float32"),'
+        assert edit in text
+        for content, decided in ((text, "applied"), (text.replace(edit, ""), "refused")):
+            file.write_text(content)
+            name = hfpatch.register(file)
+            assert decision(hfpatch.plan(tiny_model("llama").half(), only=name), name).decided == decided
+            hfpatch.unregister(name)
 
 
 class TestProve:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.errors import InputError, RefusedError
@@ -66,6 +67,46 @@ def test_a_class_that_hangs_or_ends_its_process(cls: Any, why: str, monkeypatch:
     found = decision(hfpatch.plan(made(cls), prove="own"), STREAM)
     assert (found.decided, found.code) == ("refused", "foreign-code")
     assert why in found.reason
+
+
+@pytest.mark.slow
+def test_what_a_class_prints_is_no_answer_and_its_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "SECONDS", 60)
+    found = decision(hfpatch.plan(made(own_models.Talks), prove="own"), STREAM)
+    assert "proved here, on a tiny Talks" in found.reason
+
+
+@pytest.mark.slow
+def test_a_model_type_that_was_registered_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {"scaled_llama": own_models.ScaledConfig})
+    found = decision(hfpatch.plan(made(own_models.Stock)), STREAM)
+    assert (found.decided, found.code) == ("refused", "foreign-code")
+    found = decision(hfpatch.plan(made(own_models.Stock), prove="own"), STREAM)
+    assert "proved here, on a tiny Stock" in found.reason
+
+
+def test_a_config_that_is_not_json() -> None:
+    model = made(own_models.Scaled)
+    model.config.odd = {(1, 2): 3}
+    found = decision(hfpatch.plan(model, only=STREAM), STREAM)
+    assert found.decided == "refused"
+    assert "its config cannot be written as JSON: keys must be str" in found.reason
+
+
+def test_without_process_groups_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
+    monkeypatch.delattr("os.killpg")
+    found = decision(hfpatch.plan(made(own_models.Scaled), prove="own"), STREAM)
+    assert "on this system another process cannot be stopped with its children" in found.reason
+
+
+@pytest.mark.slow
+def test_another_config_is_another_proof() -> None:
+    for scale in (1.0, 0.5):
+        model = made(own_models.Scaled)
+        model.config.branch_scale = scale
+        assert "proved here" in decision(hfpatch.plan(model, prove="own"), STREAM).reason
+    assert len(lookup.FOUND) == 2
 
 
 def test_a_class_that_no_other_process_can_import() -> None:

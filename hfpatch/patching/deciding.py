@@ -85,9 +85,8 @@ def considered(entry: Entry, context: Context) -> bool:
     from hfpatch.lab.tiny import home
     from hfpatch.model.embed import find_embedding
     from hfpatch.model.roles import own_class
-    from hfpatch.model.walk import is_stock
 
-    theirs = not is_stock(own_class(submodel.model))
+    theirs = not own_class(submodel.model).__module__.startswith("transformers.")
     return (theirs or home(submodel.architecture) in architectures()) and find_embedding(submodel.model) is not None
 
 

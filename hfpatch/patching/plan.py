@@ -69,8 +69,8 @@ def decisions(
             found.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)", code="excluded"))
             continue
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
-        # conditions and repros run models, whose dtypes must not depend on the caller's autocast region
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        # conditions and repros run models, whose dtypes and devices must not depend on the caller's contexts
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.device("cpu"):
             check = partial(proof_verdict, own=prove == "own" or entry.id in asked)
             found.extend(foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check)))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:

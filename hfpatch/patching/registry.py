@@ -57,8 +57,11 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that identify the code of the patch's file; without a file, a word of this process."""
-        return digest_of_file(self.file) if self.file.is_file() else unsaved(self.patch)
+        """Twelve hex digits that identify the code of the patch's file; a word of this process without such a file.
+
+        The file in which the condition of a `Patch` was written may hold other patches.
+        """
+        return digest_of_file(self.file) if self.sections else unsaved(self.patch)
 
     @property
     def proved(self) -> tuple[str, ...]:
@@ -200,7 +203,9 @@ def by_hand() -> tuple[str, ...]:
 
 
 def add(entry: Entry) -> None:
-    """Add a patch that was registered by hand."""
+    """Add a patch that was registered by hand. Its file may have changed since it was registered before."""
+    digest_of_file.cache_clear()
+    shipped.cache_clear()
     _registered[entry.id] = entry
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from types import FunctionType
 from typing import Any, TypeGuard
 
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from hfpatch.compat import accelerate
 from hfpatch.errors import InputError
@@ -21,19 +23,39 @@ from hfpatch.model.roles import own_class
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
 from hfpatch.patching.context import Context
-from hfpatch.patching.proofs.proof import Subject
+from hfpatch.patching.proofs.proof import Subject, unreadable
 from hfpatch.patching.registry import Entry
+
+LIBRARIES = ("transformers.", "torch.", "contextlib", "functools")
+"""Beginnings of the modules whose decorators leave a forward as it is."""
 
 
 @cache
 def digest(function: Any) -> str:
     """Return twelve hex digits that identify a function's body, without annotations, docstring and decorators.
 
-    Returns `unknown` if the source cannot be read.
+    A function that other code has put around it (`functools.wraps`) counts too. If a source cannot be read, returns a
+    word that no other function and no other process has. The cache keeps the function, so its id stays its own.
     """
+    around = [w for w in _wrappers(function) if not str(w.__globals__.get("__name__")).startswith(LIBRARIES)]
+    found = [_of_body(each) for each in (function, *(w.__code__ for w in around))]
+    if "" in found:
+        return unreadable(function)
+    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()[:12]
+
+
+def _wrappers(function: Any) -> Iterator[FunctionType]:
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if isinstance(function, FunctionType):
+            yield function
+        function = inner
+
+
+def _of_body(function: Any) -> str:
+    """Return the digits of a body without what is around it; empty if its source cannot be read."""
     tree = tree_of(function)
     if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return "unknown"
+        return ""
     tree.decorator_list = []
     tree.returns = None
     tree.name = "_"
@@ -86,7 +108,7 @@ def subject(entry: Entry, context: Context, code: Code) -> Subject:
     """Return what a proof has to be about to count for a submodel; of a user's class, with its name as a flag."""
     assert context.submodel is not None  # noqa: S101 - its layers were selected
     flags = structural(context.submodel.model.config, code.classes)
-    if code.own:
+    if code.own or not of_transformers(context.submodel.architecture):
         cls = type(context.submodel.model)
         flags["class"] = f"{cls.__module__}.{cls.__qualname__}"
     return Subject(
@@ -97,6 +119,11 @@ def subject(entry: Entry, context: Context, code: Code) -> Subject:
         _release("torch"),
         _release("transformers"),
     )
+
+
+def of_transformers(architecture: str) -> bool:
+    """True if transformers itself has this `model_type`; False for one that `AutoConfig.register` added."""
+    return architecture in CONFIG_MAPPING and CONFIG_MAPPING[architecture].__module__.startswith("transformers.")
 
 
 @cache

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from hfpatch.compat import ranks
 from hfpatch.patching.context import Context
 from hfpatch.patching.language import Needed, NotNeeded, Refused
 from hfpatch.patching.proofs import shelf
-from hfpatch.patching.proofs.bodies import Code, code_of, subject
+from hfpatch.patching.proofs.bodies import Code, code_of, of_transformers, subject
 from hfpatch.patching.proofs.own import prove_own
-from hfpatch.patching.proofs.proof import Proof, Subject
+from hfpatch.patching.proofs.proof import Proof, Subject, is_saved
 from hfpatch.patching.registry import Entry
 
 WAIT = 120
@@ -22,6 +25,9 @@ WAIT = 120
 
 FOUND: dict[Subject, Proof] = {}
 """Proofs on demand that this process has looked up or run."""
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while a proof runs: torch's random state is that of all threads."""
 
 
 def proof_verdict(entry: Entry, context: Context, *, own: bool = False) -> Needed | NotNeeded | Refused | None:
@@ -43,10 +49,11 @@ def proof_verdict(entry: Entry, context: Context, *, own: bool = False) -> Neede
     if code.set_here:
         return Refused(f"it was not tested with {code.set_here[0]}, which no repro of this patch runs", "foreign-code")
     about = subject(entry, context, code)
-    if code.own or about.architecture not in CONFIG_MAPPING:
+    if code.own or not of_transformers(about.architecture):
         model = context.submodel.model
         if own:
-            return _of_own(entry, model, about, _untested(code, model))
+            whole = json.dumps({**about.settings, "config": str(model.config.to_dict())}, sort_keys=True)
+            return _of_own(entry, model, replace(about, flags=whole), _untested(code, model))
         return Refused(f'{_untested(code, model)}; prove="own" tries it on a tiny model of your class', "foreign-code")
     if (proof := shelf.find(shelf.shipped(entry.file), about)) is None:
         return _on_demand(entry, about, code)
@@ -85,9 +92,7 @@ def _untested(code: Code, model: PreTrainedModel) -> str:
 
 def _of_own(entry: Entry, model: PreTrainedModel, about: Subject, untested: str) -> Needed | NotNeeded | Refused:
     """Return what a proof on a tiny model of the user's own class says."""
-    if about not in FOUND:
-        FOUND[about] = _same_on_all_ranks(about, lambda: prove_own(entry, model, about))
-    proof, name = FOUND[about], type(model).__name__
+    proof, name = _found(about, lambda: prove_own(entry, model, about)), type(model).__name__
     match proof.outcome:
         case "proved":
             return Needed(f"proved here, on a tiny {name}")
@@ -115,32 +120,53 @@ def _shipped_for(entry: Entry, about: Subject) -> list[Proof]:
 
 def on_demand(entry: Entry, about: Subject) -> Proof:
     """Return the proof of a subject, from the cache or by running the repros now, the same on every rank."""
-    if about not in FOUND:
-        FOUND[about] = _same_on_all_ranks(about, lambda: _cached_or_run(entry, about))
-    return FOUND[about]
+    return _found(about, lambda: _cached_or_run(entry, about))
+
+
+def _found(about: Subject, run: Callable[[], Proof]) -> Proof:
+    with _ONE_AT_A_TIME:
+        proof = _same_on_all_ranks(about, lambda: FOUND.get(about) or run())
+        if proof.text != NO_VALUES:
+            FOUND[about] = proof
+        return proof
 
 
 def _same_on_all_ranks(about: Subject, run: Callable[[], Proof]) -> Proof:
-    """Return the proof that rank 0 has found; without an answer from it in time, that of this rank."""
-    store = ranks.store()
+    """Return the proof that rank 0 has found; without an answer from it in time, that of this rank.
+
+    Each rank runs those that no other process could use.
+    """
+    store = ranks.store() if is_saved(about) else None
     key = f"hfpatch/proof/{about.key}"
     if store is None:
         return run()
     if torch.distributed.get_rank() > 0:
+        if about in FOUND:
+            return FOUND[about]
         answer = ranks.wait_for(store, key, WAIT)
         return run() if answer is None else Proof.from_dict(json.loads(answer))
     proof = run()
-    store.set(key, json.dumps(proof.to_dict()))
+    if proof.text != NO_VALUES:
+        store.set(key, json.dumps(proof.to_dict()))
     return proof
+
+
+NO_VALUES = "this is a context in which weights get no values (init_empty_weights, a fake mode); plan outside it"
+"""Text of a proof that could not be run where the plan was made. It is not kept."""
 
 
 def _cached_or_run(entry: Entry, about: Subject) -> Proof:
     from hfpatch.patching.proofs.prove import prove
 
-    proof = shelf.cached(about)
-    if proof is None:
+    if (proof := shelf.cached(about)) is not None:
+        return proof
+    # the result must not depend on the caller's contexts; autocast is off in every plan
+    with torch.inference_mode(mode=False), torch.enable_grad(), torch.device("cpu"):
+        weight = nn.LayerNorm(1).weight  # draws no random number
+        if type(weight.data) is not torch.Tensor or weight.is_meta:
+            return Proof(about, "untried", NO_VALUES)
         proof = prove(entry, about.architecture, about)
-        if proof is None:
-            return Proof(about, "untried", "its tiny model has no such submodel that reads tokens")
-        shelf.keep(about, proof)
+    if proof is None:
+        return Proof(about, "untried", "its tiny model has no such submodel that reads tokens")
+    shelf.keep(about, proof)
     return proof

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 from hfpatch.compat import initial
 from hfpatch.errors import InputError
 from hfpatch.lab.shrink import shrunk_like
-from hfpatch.model.walk import is_stock
 from hfpatch.patching import registry
 from hfpatch.patching.proofs.proof import Proof, Subject
 from hfpatch.patching.proofs.prove import prove
@@ -40,7 +40,7 @@ def prove_own(entry: Entry, model: PreTrainedModel, about: Subject) -> Proof:
         about: What the proof has to be about.
     """
     cls, config = type(model), model.config
-    if is_stock(cls):
+    if cls.__module__.startswith("transformers."):
         return Proof(about, "untried", f"{cls.__name__} itself is transformers' own, and does not build such layers")
     for each in (cls, type(config)):
         if each.__module__ == "__main__" or "<locals>" in each.__qualname__:
@@ -48,18 +48,23 @@ def prove_own(entry: Entry, model: PreTrainedModel, about: Subject) -> Proof:
             return Proof(about, "untried", why)
     if registry.get(entry.id).file != entry.file or entry.registered:
         return Proof(about, "untried", f"{entry.id} is registered in this process only")
-    asked = {
-        "path": sys.path,
-        "patch": entry.id,
-        "about": Proof(about, "untried", "").to_dict(),
-        "model": [cls.__module__, cls.__qualname__],
-        "config": [type(config).__module__, type(config).__qualname__, config.to_dict()],
-    }
-    return _answer(asked, about)
+    if not hasattr(os, "killpg"):
+        return Proof(about, "untried", "on this system another process cannot be stopped with its children")
+    try:
+        asked = {
+            "path": sys.path,
+            "patch": entry.id,
+            "about": Proof(about, "untried", "").to_dict(),
+            "model": [cls.__module__, cls.__qualname__],
+            "config": [type(config).__module__, type(config).__qualname__, config.to_dict()],
+        }
+        return _answer(json.dumps(asked, default=str), about)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Proof(about, "untried", f"its config cannot be written as JSON: {error}")
 
 
-def _answer(asked: Mapping[str, Any], about: Subject) -> Proof:
-    """Ask another process for the proof; it and its children are stopped after `SECONDS`."""
+def _answer(asked: str, about: Subject) -> Proof:
+    """Ask another process for the proof; it and its children are stopped when it ends, or after `SECONDS`."""
     command = [sys.executable, "-m", "hfpatch.patching.proofs.own"]
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen(
@@ -72,16 +77,15 @@ def _answer(asked: Mapping[str, Any], about: Subject) -> Proof:
         env={**os.environ, **OFFLINE, "PYTHONPATH": path},
     ) as process:
         try:
-            told, _ = process.communicate(json.dumps(asked, default=str), timeout=SECONDS)
+            told, _ = process.communicate(asked, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return Proof(about, "untried", f"the other process did not finish in {SECONDS} s")
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # none is left
                 os.killpg(process.pid, signal.SIGKILL)
-    lines = told.splitlines()
-    if process.returncode != 0 or not lines:
+    if process.returncode != 0 or not told:
         return Proof(about, "untried", f"the other process ended with {process.returncode}")
-    return Proof.from_dict(json.loads(lines[-1]))
+    return Proof.from_dict(json.loads(told))
 
 
 def _prove(asked: Mapping[str, Any]) -> Proof:
@@ -117,8 +121,10 @@ def _named(module: str, name: str) -> Any:
 def _main() -> None:
     asked = json.load(sys.stdin)
     sys.path[:] = asked["path"]
-    proof = _prove(asked)
-    print(f"\n{json.dumps(proof.to_dict())}", flush=True)
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # what the user's module prints is no answer
+        proof = _prove(asked)
+        answer.write(json.dumps(proof.to_dict()))
 
 
 if __name__ == "__main__":

@@ -109,16 +109,24 @@ def _plain(subject: Subject) -> dict[str, Any]:
 
 
 _SESSION = f"unsaved-{secrets.token_hex(6)}"
+_UNSAVED: dict[int, object] = {}
+"""Id -> patch in no file. They are kept, so that no later patch gets the id, and with it the proofs, of one of them."""
 
 
 def unsaved(patch: object) -> str:
     """Return what stands for the digest of a patch that is in no file: a notebook's. No other process has it."""
+    _UNSAVED[id(patch)] = patch
     return f"{_SESSION}-{id(patch):x}"
 
 
+def unreadable(function: object) -> str:
+    """Return what stands for the digest of a function without source. No other process has it."""
+    return f"{_SESSION}-{id(function):x}"
+
+
 def is_saved(subject: Subject) -> bool:
-    """True if the patch is in a file, so that its proofs mean something to another process."""
-    return not subject.patch.startswith("unsaved-")
+    """True if the patch and all bodies have sources, so that a proof of them means something to another process."""
+    return not any(word.startswith("unsaved-") for word in (subject.patch, *subject.bodies))
 
 
 @cache

@@ -35,7 +35,7 @@ class _Seen:
     why_not: str
 
 
-REJECTED = (*FAILURES, IndexError)
+REJECTED = (*FAILURES, *REJECTIONS)
 """What transformers may raise for a config that nobody tried."""
 
 

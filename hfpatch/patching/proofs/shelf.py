@@ -94,9 +94,12 @@ def _read(path: Path, advice: str) -> tuple[Proof, ...]:
         found = tuple(Proof.from_dict(values) for values in content["proofs"])
         if content["checksum"] != _checksum(json.dumps(proof.to_dict()) for proof in found):
             raise ValueError("its checksum is not that of its content")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        _say_once(f"{path} cannot be read, so it counts for nothing: {error.strerror or error}")
+        return ()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         warnings.warn(f"{path} was edited or is damaged ({why}), so it counts for nothing; {advice}", stacklevel=2)
         return ()
@@ -105,9 +108,10 @@ def _read(path: Path, advice: str) -> tuple[Proof, ...]:
 
 def cache_folder() -> Path:
     """Return the folder of the proofs that were run on this machine by this version of hfpatch."""
-    from huggingface_hub import cached_assets_path
+    from huggingface_hub.constants import HF_ASSETS_CACHE
 
-    return Path(cached_assets_path("hfpatch", namespace="proofs", subfolder=metadata.version("hfpatch")))
+    # not cached_assets_path, which makes the folder when it is asked, and raises an error if it cannot
+    return Path(HF_ASSETS_CACHE, "hfpatch", "proofs", metadata.version("hfpatch"))
 
 
 def cached(subject: Subject) -> Proof | None:
