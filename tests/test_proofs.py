@@ -358,6 +358,18 @@ class TestRegistered:
 
 
 class TestProve:
+    def test_a_cure_that_is_not_equivalent_is_none(self) -> None:
+        """CPM-Ant: finite with the patch, and twice as far from float32 as the patch states."""
+        proof = prove(registry.get(STREAM), "cpmant")
+        assert proof is not None
+        assert proof.outcome == "not cured"
+        assert "on healthy weights its logits are" in proof.text
+
+    def test_an_encoder_and_a_decoder_of_one_architecture(self) -> None:
+        proof = prove(registry.get(STREAM), "t5_gemma_module")
+        assert proof is not None
+        assert (proof.outcome, len(proof.subject.bodies)) == ("proved", 3)
+
     def test_plain_and_default_flags(self) -> None:
         found = list(prove_all(registry.get(STREAM), ["deepseek_v2"]))
         assert [(p.outcome, p.subject.settings) for p in found] == [

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 Outcome = Literal["proved", "not cured", "harmless", "untried"]
 
 OUTCOMES: dict[Outcome, str] = {
-    "proved": "the fault showed without the patch and not with it",
-    "not cured": "the fault showed with the patch too",
+    "proved": "the fault showed without the patch and not with it, and healthy weights compute what the patch states",
+    "not cured": "the fault showed with the patch too, or healthy weights compute something else",
     "harmless": "the run showed that this fault cannot occur",
     "untried": "no tiny model could be built, or the fault could not be produced in it",
 }

@@ -18,13 +18,15 @@ from hfpatch.model.embed import find_embedding
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.patching.context import Context
+from hfpatch.patching.deciding import CheckProof
 from hfpatch.patching.language import ANY, Refused
 from hfpatch.patching.proofs.bodies import code_of, structural, subject
 from hfpatch.patching.proofs.proof import Outcome, Proof, Subject
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
-from hfpatch.patching.verifying.proving import FAILURES, attempt
-from hfpatch.patching.verifying.trial import tiny_of
+from hfpatch.patching.verifying.proving import FAILURES, attempt, plan_alone
+from hfpatch.patching.verifying.trial import build, tiny_of
+from hfpatch.patching.writing import carry_out
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,10 @@ def _seen(entry: Entry, case: Case, make: Make) -> _Seen | str | None:
     ]
     if not inside:
         return None
-    context = Context(survey, inside[0], None, entry.patch.options)
-    why_not = entry.patch.serves.why_not(context) if entry.patch.serves else ""
-    return _Seen(subject(entry, context, code_of(entry, context)), why_not)
+    contexts = [Context(survey, each, None, entry.patch.options) for each in inside]  # an encoder and a decoder
+    why_not = entry.patch.serves.why_not(contexts[0]) if entry.patch.serves else ""
+    found = [subject(entry, context, code_of(entry, context)) for context in contexts]
+    return _Seen(replace(found[0], bodies=frozenset[str]().union(*(each.bodies for each in found))), why_not)
 
 
 def _run(entry: Entry, case: Case, make: Make) -> _Run:
@@ -163,7 +166,23 @@ def _run(entry: Entry, case: Case, make: Make) -> _Run:
         return _Run("not cured", f"{case}: {tried.reasons}")
     if tried.after is not None:
         return _Run("not cured", f"{case}: {tried.after}")
+    if far := _too_far(entry, case, check, make):
+        return _Run("not cured", f"{case}: {far}")
     return _Run("proved", f"{case}: {tried.before}; with the patch: none")
+
+
+def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
+    """Return how far from float32 a patch that claims to be equivalent is on healthy weights; empty if near enough."""
+    if entry.patch.tolerance is None:
+        return ""
+    trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False), make)
+    carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
+    error = trial.error(trial.logits())
+    if error <= entry.patch.tolerance:
+        return ""
+    return (
+        f"on healthy weights its logits are {error:.1e} from float32's, and the patch states {entry.patch.tolerance:g}"
+    )
 
 
 def _first_line(error: Exception) -> str:
