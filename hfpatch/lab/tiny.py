@@ -92,18 +92,17 @@ def _tiny(architecture: str, task: str | None, seed: int, overrides: Mapping[str
         )
     if reason := NOT_TINY.get(architecture):
         raise InputError(f"tiny_model({architecture!r}): {reason}")
-    return tiny_of_class(TASKS[task or tasks[0]][architecture], config, seed)
+    return tiny_of_class(getattr(transformers, TASKS[task or tasks[0]][architecture]), config, seed)
 
 
-def tiny_of_class(name: str, config: Any, seed: int = 0) -> PreTrainedModel:
-    """Return a tiny model of a class of transformers, as `tiny_model` does.
+def tiny_of_class(cls: Any, config: Any, seed: int = 0) -> PreTrainedModel:
+    """Return a tiny model of a class, as `tiny_model` does.
 
     Args:
-        name: Name of the class: `WhisperForConditionalGeneration`.
+        cls: The class, of transformers or another.
         config: Its config, or one that holds it: `tiny_config`.
         seed: Seed of the weights.
     """
-    cls: Any = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return initial.built(cls, _of_class(cls, config), torch.float32, "eager").eval()

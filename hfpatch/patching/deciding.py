@@ -45,7 +45,7 @@ def decide(
         survey: Of the whole object.
         compute_dtype: The dtype the model will run in, if its weights have another one now.
         options: All options of the patch.
-        check: Looks up the proof; called only if there is an edit to make.
+        check: Looks up the proof; called only if there is an edit to make, or if the structure for it is missing.
     """
     patch = entry.patch
     refusal = _version_refusal(entry)
@@ -77,8 +77,10 @@ def considered(entry: Entry, context: Context) -> bool:
     submodel, structure = context.submodel, entry.patch.serves
     if submodel is None or submodel.architecture in entry.patch.but:
         return False
-    if structure is None or entry.serves(submodel.architecture):
-        return entry.serves(submodel.architecture)
+    if entry.serves(submodel.architecture):
+        return True
+    if structure is None:
+        return False
     if structure.why_not(context):
         return submodel.architecture in entry.tried
     from hfpatch.atlas.atlas import architectures

@@ -80,7 +80,8 @@ class Entry:
 
     def serves(self, architecture: str) -> bool:
         """True if the patch supports this `model_type`."""
-        return ANY in self.architectures or architecture in self.architectures
+        names = self.architectures
+        return ANY in names or architecture in names
 
     @property
     def effect(self) -> str:

@@ -43,10 +43,10 @@ from typing import TYPE_CHECKING
 from hfpatch.dtypes import dtype_name
 from hfpatch.patching import edits, select
 from hfpatch.patching.language import ANY, Case, Needed, NotNeeded, Patch, Refused, Structure, Verdict
+from hfpatch.patching.verifying.wrong_logits import wrong_logits
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
-    from hfpatch.patching.verifying.trial import Trial
 
 POST_NORM = "attention and MLP read the raw stream, their norms come after them; run it in bfloat16"
 NORM_INSIDE = "attention reads the raw stream, its norm is inside; run it in bfloat16"
@@ -80,15 +80,6 @@ def condition(context: Context) -> Verdict:
     return Needed(f"the residual stream {is_now} float16: it cannot hold more than 65,504")
 
 
-def symptom(trial: Trial) -> str | None:
-    """Logits are not finite, or farther from float32 than bfloat16's."""
-    logits = trial.logits()
-    if bad := int((~logits.isfinite()).sum()):
-        return f"{bad} of {logits.numel()} logits are not finite"
-    error, bfloat16 = trial.error(logits), trial.error(trial.bfloat16)
-    return None if error < bfloat16 else f"relative error {error:.1e}, bfloat16 has {bfloat16:.1e}"
-
-
 PATCH = Patch(
     title="Residual stream in float32, branches in float16",
     serves=Structure("stacks of decoder layers that end in a norm", why_not),
@@ -105,7 +96,7 @@ PATCH = Patch(
     effect="equivalent",
     tolerance=6e-3,
     depends_on=(select.layers(), select.layer_norms()),
-    symptom=symptom,
+    symptom=wrong_logits,
     repros=(
         Case(ANY, "float16", layers=16, overflow=True),
         Case("whisper", "float16", config=FRAMES, layers=16, cls="WhisperForConditionalGeneration", overflow=True),

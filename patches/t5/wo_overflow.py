@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING
 from hfpatch.dtypes import dtype_name
 from hfpatch.patching import edits, select
 from hfpatch.patching.language import ANY, Case, Needed, NotNeeded, Patch, Structure, Verdict
+from hfpatch.patching.verifying.wrong_logits import wrong_logits
 
 if TYPE_CHECKING:
     from hfpatch.patching.context import Context
-    from hfpatch.patching.verifying.trial import Trial
 
 WO = "wo"
 
@@ -55,15 +55,6 @@ def condition(context: Context) -> Verdict:
     return Needed(f"the output of {WO} is added to a float16 stream, which cannot hold more than 65,504")
 
 
-def symptom(trial: Trial) -> str | None:
-    """Logits are not finite, or farther from float32 than bfloat16's."""
-    logits = trial.logits()
-    if bad := int((~logits.isfinite()).sum()):
-        return f"{bad} of {logits.numel()} logits are not finite"
-    error, bfloat16 = trial.error(logits), trial.error(trial.bfloat16)
-    return None if error < bfloat16 else f"relative error {error:.1e}, bfloat16 has {bfloat16:.1e}"
-
-
 PATCH = Patch(
     title="T5's wo, and with it the residual stream, in float32",
     serves=Structure("layers whose feed-forward part ends in the map wo", why_not),
@@ -72,7 +63,7 @@ PATCH = Patch(
     effect="equivalent",
     tolerance=6e-3,
     depends_on=(select.layers(), select.layer_norms()),
-    symptom=symptom,
+    symptom=wrong_logits,
     repros=(
         Case(ANY, autocast="float16", scale={"*.wo.weight": 1e7}),
         Case(ANY, "float16", scale={"*.wo.weight": 3e4, "*.wi*.weight": 3.0}),

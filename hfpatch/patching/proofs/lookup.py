@@ -60,12 +60,10 @@ def proof_verdict(entry: Entry, context: Context, *, own: bool = False) -> Neede
     match proof.outcome:
         case "proved":
             return None
-        case "harmless":
-            return NotNeeded(f"on a tiny {about.name}, {proof.text}")
         case "not cured":
             return Refused(f"it does not cure a tiny {about.name}: {proof.text}", "not-cured")
-        case "untried":
-            return _untried(entry, proof, "")
+        case _:
+            return _verdict(proof, about.name, "", _untried(entry, proof, ""))
 
 
 def _on_demand(entry: Entry, about: Subject, code: Code) -> Needed | NotNeeded | Refused:
@@ -74,15 +72,27 @@ def _on_demand(entry: Entry, about: Subject, code: Code) -> Needed | NotNeeded |
     known = frozenset(b for p in _shipped_for(entry, about) for b in p.subject.bodies)
     new = ", ".join(name for name, body in code.stock.items() if body not in known) if known else ""
     runs = f", which runs {new}, changed since the shipped proofs" if new else ""
+    return _verdict(proof, about.name, runs, _untried(entry, proof, runs))
+
+
+def _verdict(proof: Proof, name: str, runs: str, untried: Needed | Refused) -> Needed | NotNeeded | Refused:
+    """Return what a proof that was run here says.
+
+    Args:
+        proof: The proof.
+        name: Name of its tiny model.
+        runs: Words on what that runs; empty for code of the shipped proofs.
+        untried: The verdict where nothing could be tried.
+    """
     match proof.outcome:
         case "proved":
-            return Needed(f"proved here, on a tiny {about.name}{runs}")
+            return Needed(f"proved here, on a tiny {name}{runs}")
         case "harmless":
-            return NotNeeded(f"on a tiny {about.name}, {proof.text}")
+            return NotNeeded(f"on a tiny {name}, {proof.text}")
         case "not cured":
-            return Refused(f"tried here, it does not cure a tiny {about.name}{runs}: {proof.text}", "not-cured")
+            return Refused(f"tried here, it does not cure a tiny {name}{runs}: {proof.text}", "not-cured")
         case "untried":
-            return _untried(entry, proof, runs)
+            return untried
 
 
 def _untested(code: Code, model: PreTrainedModel) -> str:
@@ -93,15 +103,8 @@ def _untested(code: Code, model: PreTrainedModel) -> str:
 def _of_own(entry: Entry, model: PreTrainedModel, about: Subject, untested: str) -> Needed | NotNeeded | Refused:
     """Return what a proof on a tiny model of the user's own class says."""
     proof, name = _found(about, lambda: prove_own(entry, model, about)), type(model).__name__
-    match proof.outcome:
-        case "proved":
-            return Needed(f"proved here, on a tiny {name}")
-        case "harmless":
-            return NotNeeded(f"on a tiny {name}, {proof.text}")
-        case "not cured":
-            return Refused(f"tried here, it does not cure a tiny {name}: {proof.text}", "not-cured")
-        case "untried":
-            return Refused(f"{untested}, and it could not be tried on a tiny {name}: {proof.text}", "foreign-code")
+    untried = Refused(f"{untested}, and it could not be tried on a tiny {name}: {proof.text}", "foreign-code")
+    return _verdict(proof, name, "", untried)
 
 
 def _untried(entry: Entry, proof: Proof, runs: str) -> Needed | Refused:

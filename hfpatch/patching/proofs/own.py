@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from hfpatch.compat import initial
 from hfpatch.errors import InputError
 from hfpatch.lab.shrink import shrunk_like
+from hfpatch.lab.tiny import tiny_of_class
 from hfpatch.patching import registry
 from hfpatch.patching.proofs.proof import Proof, Subject
 from hfpatch.patching.proofs.prove import prove
@@ -95,20 +94,21 @@ def _prove(asked: Mapping[str, Any]) -> Proof:
     cls = _named(*asked["model"])
 
     def make(case: Case) -> PreTrainedModel:
-        overrides = dict(case.config)
-        for depth in ({"num_hidden_layers": case.layers} if case.layers else {}, {}):
-            try:
-                small = shrunk_like(config, **overrides, **depth)
-            except (ValueError, TypeError, IndexError) as error:
-                failure = InputError(f"{name} rejects {', '.join([*overrides, *depth])}: {error}")
-                continue
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                return initial.built(cls, small, torch.float32, "eager").eval()
-        raise failure
+        if case.layers is not None:
+            with contextlib.suppress(InputError):  # its config allows no other depth
+                return _tiny(cls, config, {**case.config, "num_hidden_layers": case.layers})
+        return _tiny(cls, config, case.config)
 
     proof = prove(registry.get(asked["patch"]), about.architecture, about, make)
     return proof or Proof(about, "untried", "its tiny model has no such submodel that reads tokens")
+
+
+def _tiny(cls: Any, config: Any, overrides: Mapping[str, Any]) -> PreTrainedModel:
+    try:
+        small = shrunk_like(config, **overrides)
+    except (ValueError, TypeError, IndexError) as error:
+        raise InputError(f"{type(config).__name__} rejects {', '.join(overrides)}: {error}") from error
+    return tiny_of_class(cls, small)
 
 
 def _named(module: str, name: str) -> Any:

@@ -28,9 +28,9 @@ class Subject:
     """What a proof is about.
 
     Attributes:
-        patch: Digest of the patch's file, without docstrings.
+        patch: Digest of the patch's file, without docstrings; a word of this process for a patch in no file.
         architecture: `config.model_type`.
-        flags: Values of the config that change the structure of a layer and are not the default, as JSON.
+        flags: Values of the config that the layers read and that differ in kind from the tiny config's, as JSON.
         bodies: Digests of the methods of transformers that the patch depends on.
         torch: Release of torch.
         transformers: Release of transformers.

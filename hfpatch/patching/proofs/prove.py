@@ -50,7 +50,7 @@ class _Run:
 
 
 def candidates() -> list[str]:
-    """Return the architectures of which a tiny model that reads tokens can be built, sorted."""
+    """Return the architectures of which a tiny model can be built, alone or inside another, sorted."""
     known = architectures()
     return sorted(name for name in CONFIG_MAPPING if home(name) in known and home(name) not in NOT_TINY)
 
@@ -74,9 +74,9 @@ def _of_default(entry: Entry, plain: Proof) -> Subject | None:
     """Return the subject of the default config of a proof's architecture; None if that has no flags or is unknown."""
     architecture = plain.subject.architecture
     cls: Any = CONFIG_MAPPING[architecture]
-    model = tiny_of(Case(architecture))
-    inside = next(s for s in Survey(model).submodels if s.architecture == architecture)
-    code = code_of(entry, Context(Survey(model), inside, None, entry.patch.options))
+    survey = Survey(tiny_of(Case(architecture)))
+    inside = next(s for s in survey.submodels if s.architecture == architecture)
+    code = code_of(entry, Context(survey, inside, None, entry.patch.options))
     try:
         flags = structural(cls(**copy.deepcopy(DEFAULTS.get(architecture, {}))), code.classes)
     except REJECTIONS:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -124,7 +125,7 @@ def tiny_of(case: Case) -> PreTrainedModel:
 def _tiny(case: Case, depth: int, **more: Any) -> PreTrainedModel:
     overrides = {key: _repeated(value, depth) for key, value in case.config.items()} | more
     if case.cls is not None:
-        return tiny_of_class(case.cls, tiny_config(case.architecture, **overrides))
+        return tiny_of_class(getattr(transformers, case.cls), tiny_config(case.architecture, **overrides))
     return tiny_model(case.architecture, **overrides)
 
 
