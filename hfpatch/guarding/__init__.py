@@ -4,6 +4,7 @@
     gradient_norms.py   norms in float32 of plain, half-precision and sharded gradients; clipping
     judge.py            the decision: losses and gradients of one window of micro-batches -> step or skip, on the
                         device. Knows no optimizer and no Trainer
+    window.py           the arithmetic of that decision, on the device
     history.py          norms and losses of the last good steps, and the rule that finds a spike among them
     inputs.py           the loss, the number of tokens and the components that a caller passes
     ledger.py           the host's part of the decision: reasons, counters, history, and when to stop

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hfpatch.errors import InputError
+from hfpatch.guarding import window
 from hfpatch.guarding.gradient_norms import local_part, tensor_norms
 from hfpatch.guarding.history import History
 from hfpatch.guarding.inputs import check_loss, is_zero
@@ -23,22 +24,15 @@ from hfpatch.guarding.outcome import Facts, Reason
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-HEAD = 10
-"""Numbers before the sums of squares in the tensor that the ranks reduce: bad losses, non-empty micro-batches,
-micro-batches, loss, weights that are not finite, loss without NaN, NaN losses, micro-batches with `tokens=0`; then
-the micro-batches that are empty if every gradient is 0, and how many of those have a NaN loss."""
-RUINED, LEARNED, TOTAL, MEDIAN, CLIP, SKIP = 4, 5, -8, -7, -4, -2
-"""Indices in a report."""
-
 
 class Verdict(NamedTuple):
     """A decision, on the device.
 
     Attributes:
         skip: True to skip the step, bool, 0-dim.
-        limit: Norm to clip to, 0-dim, because the step stands out; infinite if it does not.
+        limit: Norm to clip to, 0-dim, because the step stands out; infinite if it does not, None if no step can.
         norm: L2 norm of all gradients, 0-dim; if none is sharded, the norm of this rank's gradients as torch sums it.
-        report: The figures, in the order of `Ledger.record`.
+        report: The figures, see `window.py`.
         squares: Sum of squares of each gradient over all ranks, `[parameters]`.
         grads: This rank's parts of the gradients.
         weights: The share with which each of them counts in a sum over all ranks.
@@ -46,7 +40,7 @@ class Verdict(NamedTuple):
     """
 
     skip: Tensor
-    limit: Tensor
+    limit: Tensor | None
     norm: Tensor
     report: Tensor
     squares: Tensor
@@ -101,7 +95,7 @@ class Judge:
         self._before: Tensor | None
         self.drop_window()
         self._seen_gradients = False
-        self._constants: dict[Any, Tensor] = {}
+        self._constants = window.Constants()
         if self.world > 1:
             self._check_ranks()
 
@@ -161,88 +155,59 @@ class Judge:
         Raises:
             InputError: No parameter ever had a gradient.
         """
-        places = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        if not places and not self._seen_gradients:
+        found = [(i, g) for i, p in enumerate(self.parameters) if (g := p.grad) is not None]
+        if not found and not self._seen_gradients:
             raise InputError(
                 f"guard: none of {len(self.parameters)} parameters (the first is {self.names[0]}) has a gradient after "
                 "backward(); make the guard after prepare() and fully_shard(), with the model that is called"
             )
         self._seen_gradients = True
-        pieces = [local_part(g, self.world) for p in self.parameters if (g := p.grad) is not None]
+        pieces = [local_part(g, self.world) for _, g in found]
+        places = tuple(i for i, _ in found)
         grads = [local for local, _, _ in pieces]
         device = grads[0].device if grads else self._losses[0].device
         real = torch.float32 if device.type == "mps" else torch.float64
         weights = tuple(weight for _, weight, _ in pieces)
         norms = tensor_norms(grads) if grads else torch.zeros(1, device=device)
         norm = torch.linalg.vector_norm(norms)
-        squares = torch.zeros(len(self.parameters), dtype=real, device=device)
-        if grads:
-            share = self._shares(weights, device)
-            part = norms.to(real).square() * share
-            squares = (
-                part if len(places) == len(squares) else squares.index_copy(0, self._index(tuple(places), device), part)
-            )
-        head = self._head(device, real)
+        squares = norms.to(real).square()
+        if weights != (1.0,) * len(weights):
+            squares = squares * self._shares(weights, device)
+        if len(places) != len(self.parameters):
+            none = torch.zeros(len(self.parameters), dtype=real, device=device)
+            squares = none.index_copy(0, self._index(places, device), squares) if grads else none
+        head = window.figures(
+            self._losses, self._empties, self._told, self._ruined, self.world, real, self._constants, device
+        )
         if self.world > 1:
             packed = torch.cat([head, squares])
             torch.distributed.all_reduce(packed, group=self.group)
-            head, squares = packed[:HEAD], packed[HEAD:]
+            head, squares = packed[: window.FIGURES], packed[window.FIGURES :]
         sharded = any(cut for _, _, cut in pieces)
         total = squares.sum().sqrt() if self.world > 1 or sharded else norm.to(real)
-        verdict = self._report(head, total, scale)
+        judged = window.judged(head, total, scale, self.limits.explode_at, self.history.usual(), self._constants)
         self.drop_window()
-        limit = verdict[MEDIAN].masked_fill(verdict[CLIP] == 0, math.inf)
         shown = total.float() if sharded else norm
-        return Verdict(verdict[SKIP] > 0, limit, shown, verdict, squares, grads, weights, tuple(places))
+        return Verdict(judged.skip, judged.limit, shown, judged.report, squares, grads, weights, places)
 
-    def _head(self, device: torch.device, real: torch.dtype) -> Tensor:
-        losses = torch.stack([x.to(device=device, dtype=real) for x in self._losses])
-        candidate = losses.isnan() | (losses == 0)
-        never, always = (make((), dtype=torch.bool, device=device) for make in (torch.zeros, torch.ones))
-        empty = torch.stack([never if known is None else known.to(device) for known in self._empties])
-        doubtful = candidate & torch.stack([always if known is None else never for known in self._empties])
-        wrong = ~losses.isfinite() & ~empty
-        bad = (wrong & ~doubtful).sum().to(real)
-        filled = (~empty & ~doubtful).sum().to(bad)
-        count = torch.full_like(bad, len(losses))
-        ruined = torch.zeros_like(bad) if self._ruined is None else self._ruined.to(bad)
-        told = torch.stack([known if told else never for known, told in zip(empty, self._told, strict=True)])
-        learned = losses.nansum() / self.world
-        sums = [s.sum().to(bad) for s in (losses.isnan(), told, doubtful, wrong & doubtful)]
-        return torch.stack([bad, filled, count, losses.sum() / self.world, ruined, learned, *sums])
-
-    def _report(self, head: Tensor, total: Tensor, scale: Tensor | None) -> Tensor:
-        """Return head less its last two figures, total, median, exploded, spiked, clipped, scale, skip, unfilled."""
-        busy = (total != 0).to(head)
-        doubtful, doubtful_bad = head[-2] * busy, head[-1] * busy
-        head = torch.cat([torch.stack([head[0] + doubtful_bad, head[1] + doubtful]), head[2:-2]])
-        place = self.history.place(total, head[LEARNED])
-        explode = self.limits.explode_at
-        exploded = torch.zeros_like(place.skip) if explode is None else total > explode
-        unfilled = head[1] == 0
-        skip = (head[0] > 0) | ~total.isfinite() | exploded | place.skip | unfilled | (head[RUINED] > 0)
-        self.history.add(total, head[LEARNED], ~skip)
-        loss_scale = torch.full_like(total, math.nan) if scale is None else scale.to(total)
-        flags = [total, place.median, exploded, place.skip, place.clip & ~skip, loss_scale, skip, unfilled]
-        return torch.cat([head, torch.stack([f.to(total) for f in flags])])
-
-    def read(self, verdict: Verdict, figures: list[float] | None = None) -> Facts:
+    def read(self, verdict: Verdict, on_host: list[float] | None = None) -> Facts:
         """Read a verdict on the host and count it: one host read, a second one if the step was skipped.
 
         Args:
             verdict: The result of `decide`.
-            figures: Its report, if it is on the host already.
+            on_host: Its report, if it is on the host already.
         """
-        report = verdict.report.tolist() if figures is None else figures
-        if report[RUINED]:
+        report = verdict.report.tolist() if on_host is None else on_host
+        if report[window.RUINED]:
             self._stop()
-        if not report[SKIP]:
+        if not report[window.SKIP]:
+            self.history.add(report[window.TOTAL], report[window.LEARNED])
             return self.ledger.record(report, ())
         squares = verdict.squares
-        if not math.isfinite(report[TOTAL]) and not report[0]:
+        if not math.isfinite(report[window.TOTAL]) and not report[0]:
             squares = self._wide_squares(verdict)
             report = [*report]
-            report[TOTAL] = float(squares.sum().sqrt())
+            report[window.TOTAL] = float(squares.sum().sqrt())
         return self.ledger.record(report, squares.tolist(), self._outside_nonfinite())
 
     def _wide_squares(self, verdict: Verdict) -> Tensor:
@@ -318,8 +283,9 @@ class Judge:
         self.ledger.raise_if_due()
 
     def _any_nonfinite(self) -> Tensor:
-        parts = [local_part(p.detach(), 1)[0] for p in self.parameters if p.is_floating_point()]
-        return ~tensor_norms(parts).isfinite().all()
+        with torch.no_grad():
+            parts = [local_part(p, 1)[0] for p in self.parameters if p.is_floating_point()]
+            return ~(tensor_norms(parts) < math.inf).all()
 
     def _stop(self) -> None:
         self.ledger.stop(self._weights_message(self.ledger.steps))
@@ -368,18 +334,11 @@ class Judge:
         return empty.index_copy(0, self._index(tuple(i for i, _ in grads), norms.device), norms)
 
     def _index(self, places: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return indices as a tensor; it is cached, because copying it to a device makes the host wait."""
-        return self._kept((places, device), places, device)
+        """Return indices as a tensor."""
+        return self._constants(places, device)
 
     def _shares(self, weights: tuple[float, ...], device: torch.device) -> float | Tensor:
-        return weights[0] if len(set(weights)) == 1 else self._kept((weights, device), weights, device)
-
-    def _kept(self, key: Any, values: tuple[float, ...], device: torch.device) -> Tensor:
-        if key not in self._constants:
-            if len(self._constants) > 64:  # parameters that come and go (layer drop) make many
-                self._constants.clear()
-            self._constants[key] = torch.tensor(values, device=device)
-        return self._constants[key]
+        return weights[0] if len(set(weights)) == 1 else self._constants(weights, device)
 
     def _check_ranks(self) -> None:
         mine = len(self.parameters)

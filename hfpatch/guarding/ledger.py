@@ -81,7 +81,7 @@ class Ledger:
             squares: Sum of squares of each parameter's gradient; read only if the step was skipped.
             outside: Parameters outside the optimizer whose gradients are not finite.
         """
-        bad, filled, count, loss, ruined, learned, nans, told, *judged = report
+        bad, filled, nans, told, loss, learned, ruined, count, *judged = report
         total, median, exploded, spiked, clipped, scale, skip, unfilled = judged
         self.steps += 1
         reason = None
