@@ -66,7 +66,8 @@ class GuardCallback(TrainerCallback, ExportableState):
         max_skips: Skips in a row after which training stops with `GuardStop`. Ordinary overflows and steps with zero
             loss and gradients are not counted.
         min_scale: Loss scale below which an overflow is no longer ordinary.
-        check_parameters: Check for non-finite weights every this many steps; 0 for only after a non-finite batch.
+        check_parameters: Check for non-finite weights every this many steps; 0 for only after a batch that is not
+            finite. They are checked before they are saved and at the end too.
         verbose: Report skipped steps on stderr.
         black_box: An `hfpatch.BlackBox`, which keeps skipped batches and names what went wrong in them.
         on_spike: `skip` or `clip`.

@@ -42,6 +42,15 @@ def local_part(tensor: Tensor, world: int) -> tuple[Tensor, float, bool]:
     return sharded.to_local(), shards / mesh.size(), True
 
 
+def local_parts(tensors: Sequence[Tensor], world: int) -> tuple[list[Tensor], tuple[float, ...], bool]:
+    """Return `local_part` of each tensor: the parts, their weights, and True if one of them may be a shard."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not any(isinstance(t, distributed.DTensor) for t in tensors):
+        return list(tensors), (1.0 / world,) * len(tensors), False
+    pieces = [local_part(t, world) for t in tensors]
+    return [part for part, _, _ in pieces], tuple(weight for _, weight, _ in pieces), any(cut for _, _, cut in pieces)
+
+
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, summed in float32 (float64 tensors: in float64), on the first one's device.
 
@@ -51,19 +60,27 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         The norms, `[len(tensors)]`.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(i)
     found: list[Any] = [None] * len(tensors)
-    for (_, dtype), places in groups.items():
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        for i, norm in zip(places, foreach.norms([tensors[i] for i in places], 2, dtype=wide), strict=True):
+    groups = _alike(tensors)
+    for places in groups:
+        group = [tensors[i] for i in places]
+        wide = torch.float32 if group[0].dtype in (torch.float16, torch.bfloat16) else None
+        for i, norm in zip(places, foreach.norms(group, 2, dtype=wide), strict=True):
             found[i] = norm
     if len(groups) == 1:
         return torch.stack(found)
     device = tensors[0].device
     wide = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
     return torch.stack([norm.to(device=device, dtype=wide) for norm in found])
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
+    """Return the indices of the tensors of each device and dtype."""
+    kinds = [(t.device, t.dtype) for t in tensors]
+    different = dict.fromkeys(kinds)
+    if len(different) == 1:
+        return [range(len(kinds))]
+    return [[i for i, other in enumerate(kinds) if other == kind] for kind in different]
 
 
 def wide_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -92,9 +109,7 @@ def clip_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor, limit: Tenso
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch computes it, to the bit
     if limit is not None:
         factor = torch.minimum(factor, torch.clamp(limit.to(norm) / (norm + 1e-6), max=1.0))
-    factor = torch.where(norm.isfinite(), factor, 1.0)
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), group in groups.items():
-        foreach.multiply_(group, factor.to(device))
+    factor = torch.where(norm < math.inf, factor, 1.0)
+    for places in _alike(tensors):
+        group = [tensors[i] for i in places]
+        foreach.multiply_(group, factor.to(group[0].device))

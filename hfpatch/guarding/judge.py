@@ -15,7 +15,7 @@ import torch
 
 from hfpatch.errors import InputError
 from hfpatch.guarding import window
-from hfpatch.guarding.gradient_norms import local_part, tensor_norms
+from hfpatch.guarding.gradient_norms import local_part, local_parts, tensor_norms
 from hfpatch.guarding.history import History
 from hfpatch.guarding.inputs import check_loss, is_zero
 from hfpatch.guarding.ledger import NAMED, Ledger, Limits
@@ -89,6 +89,7 @@ class Judge:
         self.components: dict[str, tuple[str, ...]] = {}
         self.history = History(limits.spike_at, limits.on_spike)
         self._ruined: Tensor | None = None
+        self._suspect = False
         self._losses: list[Tensor]
         self._empties: list[Tensor | None]
         self._told: list[bool]
@@ -162,16 +163,14 @@ class Judge:
                 "backward(); make the guard after prepare() and fully_shard(), with the model that is called"
             )
         self._seen_gradients = True
-        pieces = [local_part(g, self.world) for _, g in found]
+        grads, weights, sharded = local_parts([g for _, g in found], self.world)
         places = tuple(i for i, _ in found)
-        grads = [local for local, _, _ in pieces]
         device = grads[0].device if grads else self._losses[0].device
         real = torch.float32 if device.type == "mps" else torch.float64
-        weights = tuple(weight for _, weight, _ in pieces)
         norms = tensor_norms(grads) if grads else torch.zeros(1, device=device)
         norm = torch.linalg.vector_norm(norms)
         squares = norms.to(real).square()
-        if weights != (1.0,) * len(weights):
+        if any(weight != 1 for weight in weights):
             squares = squares * self._shares(weights, device)
         if len(places) != len(self.parameters):
             none = torch.zeros(len(self.parameters), dtype=real, device=device)
@@ -183,7 +182,6 @@ class Judge:
             packed = torch.cat([head, squares])
             torch.distributed.all_reduce(packed, group=self.group)
             head, squares = packed[: window.FIGURES], packed[window.FIGURES :]
-        sharded = any(cut for _, _, cut in pieces)
         total = squares.sum().sqrt() if self.world > 1 or sharded else norm.to(real)
         judged = window.judged(head, total, scale, self.limits.explode_at, self.history.usual(), self._constants)
         self.drop_window()
@@ -198,6 +196,11 @@ class Judge:
             on_host: Its report, if it is on the host already.
         """
         report = verdict.report.tolist() if on_host is None else on_host
+        facts = self._counted(verdict, report)
+        self._suspect = facts.reason in (Reason.LOSS, Reason.GRADIENTS)
+        return facts
+
+    def _counted(self, verdict: Verdict, report: list[float]) -> Facts:
         if report[window.RUINED]:
             self._stop()
         if not report[window.SKIP]:
@@ -244,16 +247,15 @@ class Judge:
         so that all ranks stop in the same step.
 
         Args:
-            facts: The decision; None if it is still on the device.
+            facts: The decision; None if it is still on the device, and the decision before it counts.
 
         Returns:
             True if a weight is not finite, 0-dim, on the device; None if the weights were not checked.
         """
         every = self.limits.check_parameters
         due = every > 0 and (self.ledger.steps + (facts is None)) % every == 0
-        broken = facts is not None and facts.reason in (Reason.LOSS, Reason.GRADIENTS)
         self._ruined = None
-        if (due or broken) and self.ledger.stopping is None:
+        if (due or self._suspect) and self.ledger.stopping is None:
             self._ruined = self._any_nonfinite()
             if facts is not None and self._ruined.device.type == "cpu":
                 self.stop_for_weights(ruined=bool(self._ruined))
@@ -284,7 +286,7 @@ class Judge:
 
     def _any_nonfinite(self) -> Tensor:
         with torch.no_grad():
-            parts = [local_part(p, 1)[0] for p in self.parameters if p.is_floating_point()]
+            parts, _, _ = local_parts([p for p in self.parameters if p.is_floating_point()], 1)
             return ~(tensor_norms(parts) < math.inf).all()
 
     def _stop(self) -> None:
