@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/guard.py
     python benchmarks/guard.py --device cuda --dtype bfloat16 --hidden 2048 --layers 22 --batch 4 --tokens 1024
 
-Target: at most 1 % of a step over backward + clip_grad_norm_ + step. On a CUDA device the guard must also run
+Target: at most 2 % of a step over backward + clip_grad_norm_ + step. On a CUDA device the guard must also run
 under `torch.cuda.set_sync_debug_mode("error")` from the second step on: no host read drains the queue.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from common import Row, alternate, cpu_name, header, median, ratio, spread, table, write_json
 
-TARGET = 1.01
+TARGET = 1.02
 
 
 def main() -> None:

@@ -106,9 +106,9 @@ def clip_(tensors: Sequence[Tensor], max_norm: float, norm: Tensor, limit: Tenso
     """
     if not tensors or (math.isinf(max_norm) and limit is None):
         return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch computes it, to the bit
-    if limit is not None:
-        factor = torch.minimum(factor, torch.clamp(limit.to(norm) / (norm + 1e-6), max=1.0))
+    # the same roundings as torch's `max_norm / (norm + 1e-6)`
+    top = max_norm if limit is None else limit.clamp(max=max_norm).to(norm)
+    factor = torch.clamp((norm + 1e-6).reciprocal() * top, max=1.0)
     factor = torch.where(norm < math.inf, factor, 1.0)
     for places in _alike(tensors):
         group = [tensors[i] for i in places]

@@ -111,21 +111,20 @@ def judged(
     """
     settled = head[SETTLED] + head[DOUBTFUL] * (total != 0)
     head = torch.cat([settled, head[DOUBTFUL.stop :]])
-    finite = total < math.inf
     unfilled = settled[1] == 0
-    skip = (settled[0] > 0) | ~finite | unfilled | (head[RUINED] > 0)
+    skip = (settled[0] > 0) | ~(total < math.inf) | unfilled | (head[RUINED] > 0)
+    median = torch.full_like(total, usual.median)
     exploded = spiked = clipped = constants((False,), total.device)[0]
     limit = None
     if explode_at is not None:
         exploded = total > explode_at
         skip = skip | exploded
     if usual.norm < math.inf:
-        apart = (total > usual.norm) & finite
+        apart = total > usual.norm
         spiked = apart & ((head[LEARNED] > usual.loss) | (total > usual.far))
         skip = skip | spiked
         clipped = apart & ~skip
-        limit = torch.full_like(total, usual.median).masked_fill(~clipped, math.inf)
-    median = torch.full_like(total, usual.median)
+        limit = median.masked_fill(~clipped, math.inf)
     loss_scale = constants((math.nan,), total.device)[0] if scale is None else scale
     flags = torch.stack([total, median, exploded, spiked, clipped, loss_scale, skip, unfilled])
     return Judged(torch.cat([head, flags]), skip, limit)
