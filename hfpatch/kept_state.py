@@ -13,7 +13,7 @@ from torch import nn
 
 from hfpatch.compat.modules import BUFFERS
 
-DEPTH = 4
+DEPTH = 8
 """Deepest nesting of containers in an attribute that is looked at."""
 
 CACHES = "transformers.cache_utils"

@@ -121,9 +121,18 @@ def _shallow(cache: Any) -> Any:
     out = copy.copy(cache)
     for name, value in vars(cache).items():
         if name == "layers":
-            out.layers = [copy.copy(layer) for layer in value]
+            out.layers = [_layer(layer) for layer in value]
         elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
             setattr(out, name, _shallow(value))
+    return out
+
+
+def _layer(layer: Any) -> Any:
+    """Return a copy of a cache's layer, with a copy of the length that a static one counts in place."""
+    out = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            setattr(out, name, value.clone())
     return out
 
 

@@ -51,6 +51,7 @@ class Diagnosis:
         self.known = known
         self.intentional: list[str] = []
         self._padded = False
+        self._infinite: list[Event] = []  # inputs of the model that hold -Inf
         self._replays = 0
 
     def finding(self) -> Finding | None:
@@ -94,6 +95,7 @@ class Diagnosis:
             return None
         if event.role == "input" and event.within is None:
             if mask_like:
+                self._infinite.append(event)
                 return self._ignore(event, "an additive mask")
             return self._report(event, "bad-input", "the caller passed it to the model")
         call = self.watch.calls.get(event.within) if event.within else None
@@ -101,6 +103,10 @@ class Diagnosis:
             return self._report(event, "unknown", "the operation is not known")
         self._replays += 1
         seen = rerun_block.forward(call, self._target(event, call), self._clean_blocks(event))
+        if seen.obstacle is not None and (outer := self._around(event, call)) is not None:
+            self._replays += 1
+            again = rerun_block.forward(outer, Target(event.module, event.role, event.name, event.number), set())
+            seen = again if again.origin is not None else seen
         if seen.obstacle is not None:
             return self._report(event, "unknown", f"the operation is not known: {seen.obstacle}")
         if seen.origin is None:
@@ -145,12 +151,17 @@ class Diagnosis:
                 "the loss scale itself exceeds float16's 65,504; compute the loss in float32, or start at a lower scale"
             )
             return self._report(event, "scale-too-high", why, ordinary=True)
-        holds = f"the gradient that the loss passed to it holds {event.stats.holds}"
-        return self._report(
-            event,
-            "outside-the-model",
-            f"it comes from outside the model: {holds}; to name the operation, use `loss_fn = t.watch(loss_fn)`",
+        beside = " and ".join(self.watch.beside)
+        name = (
+            f"between the model and {beside}" if beside else "to name the operation, use `loss_fn = t.watch(loss_fn)`"
         )
+        why = f"it comes from outside the model: the gradient that the loss passed to it holds {event.stats.holds}"
+        return self._report(event, "outside-the-model", f"{why}; {name}")
+
+    def _around(self, event: Event, call: Call) -> Call | None:
+        """Return the call of the model, if it holds every call of the event's module; None if that is this call."""
+        root = self.watch.calls.get(("", 0))
+        return root if root is not call and event.module not in self.watch.beside else None
 
     def _target(self, event: Event, call: Call) -> Target:
         """Return the place of an event's tensor in a call that is run again."""
@@ -241,9 +252,17 @@ class Diagnosis:
 
     def _from_origin(self, event: Event, origin: Origin, *, silent: bool = False) -> Finding:
         found = cause(origin, self.modules)
+        if found.symptom != "masked-row" and (given := self._passed(origin)) is not None:
+            why = f"{found.why}; the caller passed -Inf to the model as {given.name!r}"
+            return self._report(event, "bad-input", why, origin, found.operation, found.operand)
         why = f"{found.why}, and later operations turn it into zeros" if silent else found.why
         symptom = "silent-zero" if silent else found.symptom
         return self._report(event, symptom, why, origin, found.operation, found.operand)
+
+    def _passed(self, origin: Origin) -> Event | None:
+        """Return the input of the model, other than a mask, whose -Inf an origin was given; None if there is none."""
+        shapes = [o.shape for o in origin.operands if o.nonfinite]
+        return next((e for e in self._infinite if e.shape in shapes and "mask" not in e.name), None)
 
     def _report(
         self,

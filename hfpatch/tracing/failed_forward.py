@@ -106,9 +106,13 @@ def _why(
 ) -> str:
     given = listed([str(o) for o in failure.operands])
     if failure.symptom == "mixed-dtypes":
+        if failure.why:
+            return f"it is given {given}, and {failure.why}"
         return f"it is given {given}, and runs if they have one dtype; {_cast(failure, raised, step, modules)}"
     if failure.symptom == "shape-mismatch":
-        return f"the shapes of {given} do not fit"
+        return (
+            f"the shapes of {given} do not fit" if len(failure.operands) > 1 else f"the shape of {given} does not fit"
+        )
     if failure.symptom == "index-out-of-range" and failure.index is not None:
         name = _key(failure.index, calls.get(("", 0)))
         return failure.why + (f"; check {name!r} of the batch" if name else "; check the ids or labels, and the config")
@@ -120,9 +124,11 @@ def _why(
 def _cast(failure: Failure, raised: Raised, step: Step, modules: Mapping[str, nn.Module]) -> str:
     """Return what to cast: the argument of the outermost module that has other weights, or else the operand."""
     weights = {o.tensor.dtype for o in failure.operands if o.name and o.tensor.is_floating_point()}
+    if not weights and raised.module in modules:
+        weights = {p.dtype for p in modules[raised.module].parameters() if p.is_floating_point()}
     inputs = [o.tensor.dtype for o in failure.operands if not o.name and o.tensor.is_floating_point()]
     odd = next((d for d in inputs if d not in weights), None)
-    if not weights or odd is None:
+    if len(weights) != 1 or odd is None:
         return "cast them to one"
     wanted = dtype_name(next(iter(weights)))
     parts = raised.module.split(".") if raised.module else []

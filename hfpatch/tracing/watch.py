@@ -111,8 +111,8 @@ class Watch:
         self._running = False
 
     def end_at(self, output: Any) -> None:
-        """Note that the backward pass starts at these tensors."""
-        self.final = {n for _, tensor in floating(output) if (n := self._known(tensor)) is not None}
+        """Note that the backward pass may start at these tensors."""
+        self.final |= {n for _, tensor in floating(output) if (n := self._known(tensor)) is not None}
 
     @contextmanager
     def recording(self, path: str, module: nn.Module) -> Generator[None]:

@@ -1,7 +1,7 @@
 """Runs a call that raised once more, and finds the function that raises, its operands, and what is wrong with them.
 
-Each cause is tried: the function is run again on copies of its operands, in one dtype, with the values at 0, or on
-meta tensors, which have shapes and no values.
+Each cause is tried: the function is run again on copies of its operands, in one dtype, with indices at 0, and on meta
+tensors, which have shapes and no values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from hfpatch.tracing.tensors import DEPTH, is_sharded
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 """Exceptions of model code (`torch.OutOfMemoryError` is a RuntimeError)."""
+MISSING = "not implemented"
+"""Stands for the message of a function that torch does not have for a dtype or a device."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,13 @@ def _examined(func: Callable[..., Any], args: Any, kwargs: Any, message: str, na
     _mapped((args, kwargs), tensors.append)
     operands = tuple(Operand(names.get(id(t), ""), t) for t in tensors)
 
-    def raises(change: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    def raises(change: Callable[[int, torch.Tensor], torch.Tensor]) -> str | None:
         """Return the message with which the function raises on changed copies; None if it does not."""
-        copies = {id(t): change(t) if t.is_meta else change(t.detach().clone()) for t in tensors}
+        copies = {id(t): change(i, t if t.is_meta else t.detach().clone()) for i, t in enumerate(tensors)}
         try:
             func(*_mapped(args, lambda t: copies[id(t)]), **_mapped(kwargs, lambda t: copies[id(t)]))
-        except NotImplementedError:  # meta has not every function
-            return None
+        except NotImplementedError:
+            return MISSING
         except FAILURES as error:
             return first_line(error)
         return None
@@ -117,22 +119,24 @@ def _examined(func: Callable[..., Any], args: Any, kwargs: Any, message: str, na
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     wide = reduce(torch.promote_types, dtypes) if dtypes else None
 
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
+    def widened(_: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(wide) if tensor.is_floating_point() else tensor
 
     if len(dtypes) > 1 and raises(widened) is None:
         return Failure(name, operands, "mixed-dtypes")
-    if raises(lambda t: torch.zeros_like(widened(t))) == message and raises(lambda t: widened(t).to("meta")):
-        return Failure(name, operands, "shape-mismatch")  # whatever the values are, and where there are none
-    for index in (t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.numel() and not t.is_meta):
-        at_zero = index.detach().clone()
-        if raises(lambda t, index=index, zeros=at_zero: zeros.zero_() if _same(t, index) else t) is None:
+    for place, index in enumerate(tensors):
+        whole = index.dtype in (torch.int64, torch.int32) and not index.is_meta
+        if whole and raises(lambda i, t, place=place: t.zero_() if i == place else t) is None:
             return Failure(name, operands, "index-out-of-range", _out_of_range(index, _rows(name, operands)), index)
+    others = [i for i, o in enumerate(operands) if not o.name and o.tensor.dtype != torch.int64]
+    for place in sorted(others, key=lambda i: tensors[i].is_floating_point()):
+        if raises(lambda i, t, place=place: torch.zeros_like(t, dtype=torch.int64) if i == place else t) is None:
+            why = f"runs if {operands[place]} is int64; cast it with .long()"
+            return Failure(name, operands, "mixed-dtypes", why)
+    same = raises(lambda i, t: torch.zeros_like(widened(i, t))) == message
+    if same and raises(lambda i, t: widened(i, t).to("meta")) not in (None, MISSING):
+        return Failure(name, operands, "shape-mismatch")  # whatever the values are, and where there are none
     return Failure(name, operands, "raised")
-
-
-def _same(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(copy, tensor)
 
 
 def _rows(name: str, operands: tuple[Operand, ...]) -> int | None:

@@ -183,6 +183,8 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
             return "square-overflow", f"{factors} exceeds {limit}"
         return "overflow", f"{factors} exceeds {limit}"
     given = ", ".join(_size(o) for o in origin.operands) or "nothing"
+    if origin.holds == "nan" and any(o.nonfinite for o in origin.operands):
+        return "indefinite", f"{op} of {given}, which holds Inf: 0 x inf and inf - inf are NaN"
     if origin.holds == "nan":
         return "unknown", f"{op} makes NaN from {given}"
     return "overflow", f"{op} of {given} exceeds {limit}"
