@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/trace_faults.py
 
-Each fault of `benchmarks/planted.py` is run once under each tool. `rightly`: the tool names the operation; hfpatch and
-DebugUnderflowOverflow must name the module too, detect_anomaly and DebugMode have no modules to name. `wrongly`: it
-names another. `missed`: it says nothing. An exception that is the model's own is no word of a tool.
+Each fault of `benchmarks/planted.py` is run once under each tool. `rightly`: hfpatch names the module, the operation
+and the cause; detect_anomaly the backward function (it names no module); DebugUnderflowOverflow the module (it names no
+operation); DebugMode has it first in its list. `wrongly`: it names another. `missed`: it says nothing. An exception
+that is the model's own is no word of a tool.
 """
 
 from __future__ import annotations
@@ -114,14 +115,39 @@ def underflow(fault: Any) -> tuple[str, str]:
     return ("rightly" if named == fault.module and fault.phase == "forward" else "wrongly"), named
 
 
+RUNS = {"Sqrt": "div", "Log": "div", "Pow": "pow", "Exp": "mul", "Reciprocal": "mul", "Mul": "mul", "Bad": "mul"}
+"""Backward functions, and what they run."""
+
+
 def debug_mode(fault: Any) -> tuple[str, str]:
-    """`torch.utils._debug_mode.DebugMode`: lists every operation; a NaN would have to be among what it prints."""
+    """`torch.utils._debug_mode.DebugMode`: lists every operation with a norm; it judges nothing.
+
+    Its word is the first operation in the list whose norm is NaN, or else infinite, which a reader would have to find.
+    In the forward pass it stands under its module, which must be right; in the backward pass the operation must be.
+    """
     from torch.utils import _debug_mode
 
     _, run = fault.make()
-    with _debug_mode.DebugMode() as mode, _debug_mode.DebugMode.log_tensor_hashes(hash_fn="norm"):
+    with _debug_mode.DebugMode(record_nn_module=True) as mode, _debug_mode.DebugMode.log_tensor_hashes(hash_fn="norm"):
         raised = _quiet(run, lambda f: f)
-    return ("wrongly" if re.search(r"\b(nan|inf)\b", mode.debug_string()) else "missed"), raised
+    lines = mode.debug_string().splitlines()
+    at = next((n for word in ("nan", "inf") for n, line in enumerate(lines) if f"'hash': {word}" in line), None)
+    if at is None:
+        return "missed", raised
+    depth = _depth(lines[at])
+    above = [n for n in range(at) if "[nn.Mod]" in lines[n] and _depth(lines[n]) < depth]
+    above = [n for n in above if all(_depth(line) > _depth(lines[n]) for line in lines[n + 1 : at + 1])]
+    module = lines[above[-1]].split("] ", 1)[1].partition(".")[2] if above else None
+    operation = lines[at].strip().partition("(")[0]
+    if fault.phase == "backward":
+        right = module is None and f"::{RUNS.get(fault.node.rpartition('Backward')[0], '-')}" in operation
+    else:
+        right = module == fault.module
+    return ("rightly" if right else "wrongly"), f"{operation} under {module}"
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _quiet(run: Callable[..., Any], watch: Callable[..., Any]) -> str:

@@ -31,7 +31,10 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f.name in QUICK else pytest.mark.slow) for f in FAULTS], ids=lambda f: f.name)  # fmt: skip
+CASES = [pytest.param(f, id=f.name, marks=() if f.name in QUICK else pytest.mark.slow) for f in FAULTS]
+
+
+@pytest.mark.parametrize("fault", CASES)
 def test_planted(fault: Fault) -> None:
     torch.manual_seed(0)
     model, run = fault.make()

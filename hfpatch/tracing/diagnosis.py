@@ -95,9 +95,9 @@ class Diagnosis:
             return None
         if event.role == "input" and event.within is None:
             if mask_like:
-                self._infinite.append(event)
+                self._infinite += [event] if event.module == "" else []
                 return self._ignore(event, "an additive mask")
-            return self._report(event, "bad-input", "the caller passed it to the model")
+            return self._report(event, "bad-input", f"the caller passed it to {event.module or 'the model'}")
         call = self.watch.calls.get(event.within) if event.within else None
         if call is None or self._replays >= REPLAYS:
             return self._report(event, "unknown", "the operation is not known")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from hfpatch.compat import operators
 from hfpatch.dtypes import dtype_name
 from hfpatch.tracing.naming.origin import Operand, Origin
@@ -126,8 +124,4 @@ def _zero(divisor: Operand, *, norm: bool) -> Why:
 
 def _value(operand: Operand) -> float:
     """Return an operand's value at the first bad element, or else its least magnitude."""
-    return (
-        operand.at
-        if operand.at is not None and math.isfinite(operand.at)
-        else (math.inf if operand.at is not None else operand.least)
-    )
+    return operand.least if operand.at is None else operand.at

@@ -65,10 +65,14 @@ def cause_in_backward(origin: Origin, met: Origin, modules: Mapping[str, nn.Modu
     found = cause(origin, modules)
     words = name(origin, None).partition(" (")[0]
     if not origin.node:
-        how = f"{origin.hidden} drops it in the forward pass" if origin.hidden else "forward ends finite without it"
-        meets = indefinite(met) or f"{name(met, None)} of it"
+        meets = indefinite(met) or name(met, None)
+        after = (
+            f"backward computes with it: {meets} ({met.node})" if indefinite(met) else f"backward meets it in {meets}"
+        )
+        if not origin.hidden:
+            return replace(found, why=f"{found.why}; the forward pass ends finite all the same, and {after}")
         advice = f"change what {words} is given, not its result"
-        why = f"{found.why}; {how}, and backward computes with it: {meets} ({met.node}); {advice}"
+        why = f"{found.why}; {origin.hidden} drops it in the forward pass, and {after}; {advice}"
         return replace(found, symptom="hidden-in-forward", why=why)
     if met.hidden and met.holds == "nan" and any(o.at == 0 for o in met.operands):
         form = "" if found.symptom == "indefinite" else ", and 0 x inf is NaN"

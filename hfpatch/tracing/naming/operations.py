@@ -26,8 +26,8 @@ from hfpatch.tracing.tensors import floating, local
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 DIVISIONS = {"div", "true_divide", "rsqrt", "reciprocal", "remainder", "fmod"}
 PASSING = {
-    "view", operators.RESHAPE, "reshape", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute", "detach", "alias",
-    "slice", "select", "clone", "mul", "add", "clamp_min", "clamp", operators.COPY, "lift_fresh",
+    "view", "reshape", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute", "slice", "select", "detach",
+    "alias", "clone", "lift_fresh", "mul", "add", "clamp", "clamp_min", operators.RESHAPE, operators.COPY,
 }  # fmt: skip
 """Operations that are left out of `Operand.made`."""
 HIDES = {
@@ -120,6 +120,7 @@ class Operations(operators.DispatchMode):
         if base in DIVISIONS:  # the divisor may be a count
             operands = [t for t in args if isinstance(t, torch.Tensor)]
         before = [self._look(t) for t in operands]
+        shared = {_storage(t) for t in operands} if self._storages else set[int]()
         if operators.overwrites(func):  # it overwrites an operand
             operands = [t.detach().clone() for t in operands]
         out = func(*args, **kwargs)
@@ -131,6 +132,8 @@ class Operations(operators.DispatchMode):
         for _, result in floating(out[0] if keeps and isinstance(out, tuple) and not node else out):
             if base in ("add", "clamp_min", "clamp", "maximum") and (small := _vanishes(args, kwargs, result.dtype)):
                 self._vanished[module] = small
+            if self._storages and (key := _storage(result)) not in shared:
+                self._storages.pop(key, None)  # the memory of a tensor that is gone
             self._judge(base, module, node, args, kwargs, operands, before, result)
         if base in SOFTMAX:
             self._softmaxed.add(module)
