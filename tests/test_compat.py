@@ -316,6 +316,25 @@ def test_a_frame_is_the_caller_s_and_tells_whose_call_it_is() -> None:
     looks.register_forward_hook(lambda *_: None)  # without any hook torch calls it by a shorter way, named alike
     outer(torch.ones(1, 2))
     assert found == [looks, outer]
+
+
+def test_an_exception_tells_which_modules_it_went_through_and_at_which_line() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(7)
+
+    fails = Fails(2, 2)
+    outer = nn.Sequential(fails)
+    seen: list[Any] = []
+    outer.register_forward_hook(
+        lambda *_: seen.extend(frames.raised_in(sys.exception() or KeyError(), outer)), always_call=True
+    )
+    with pytest.raises(RuntimeError) as caught:
+        outer(torch.ones(1, 2))
+    assert seen == [outer, fails]
+    assert frames.raised_in(caught.value, outer) == []  # it is handled here, not in the call of a module
+    assert frames.line_of(caught.value).startswith("test_compat.py:")
+    assert frames.line_of(caught.value).endswith("(return x.view(7))")
     assert modules.RUNS in nn.Module.__call__.__code__.co_names or hasattr(nn.Module, modules.RUNS)
 
 
@@ -426,6 +445,38 @@ class TestAutograd:
             x = torch.ones(2)
             x.add_(1)
         assert autograd.version(x) == 0
+
+    def test_backward_functions_are_numbered_in_the_order_of_forward(self) -> None:
+        x = torch.ones(2, requires_grad=True)
+        before = autograd.next_number()
+        first, second = x * 2, (x * 2).exp()
+        numbers = [autograd.number_of(t.grad_fn) for t in (first, second)]
+        assert before <= numbers[0] < numbers[1] < autograd.next_number()
+
+    def test_the_function_that_runs_is_known_by_name(self) -> None:
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+                seen.append((autograd.name_of(node := autograd.running_node()), autograd.number_of(node)))
+                return gradient
+
+        seen: list[tuple[str, int]] = []
+        x = torch.ones(2, requires_grad=True)
+        own = Own.apply(x)
+        own.sum().backward()
+        assert seen == [("Own.backward", autograd.number_of(own.grad_fn))]
+        assert autograd.name_of((x * 2).grad_fn) == "MulBackward0"
+        assert autograd.running_node() is None
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_a_reentrant_checkpoint_is_told_by_its_backward_function(self, reentrant: bool) -> None:
+        x = torch.ones(2, requires_grad=True)
+        out = torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=reentrant)
+        assert autograd.is_reentrant_checkpoint(out.grad_fn) == reentrant
 
     def test_a_call_after_backward_comes_when_every_gradient_is_there(self) -> None:
         x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
@@ -546,6 +597,16 @@ class TestOperators:
         given = [t.to("meta") for t in (torch.ones(2, 8), x, scale, weight)]  # no CPU has the backward kernel
         grads = getattr(torch.ops.aten, backward)(given[0], given[1], [8], *given[2:], [True, True])
         assert [grad.shape for grad in grads] == [x.shape, weight.shape]
+
+    def test_a_ctc_loss_begins_with_its_labels_and_lengths(self) -> None:
+        given = (torch.randn(4, 1, 3).log_softmax(-1), torch.ones(1, 2, dtype=torch.int64), *torch.tensor([[4], [2]]))
+        assert _names_of(lambda: F.ctc_loss(*given)) & operators.CTC
+        for name in operators.CTC:
+            first = getattr(torch.ops.aten, name).default._schema.arguments[:4]
+            assert [a.name for a in first] == ["log_probs", "targets", "input_lengths", "target_lengths"]
+
+    def test_a_product_of_batches_ends_in_a_view(self) -> None:
+        assert operators.RESHAPE in _names_of(lambda: torch.ones(2, 2, 2) @ torch.ones(2, 2))
 
     def test_a_cast_is_a_copy(self) -> None:
         assert _operators_of(lambda: torch.ones(2).half())[-1] is operators.to_copy

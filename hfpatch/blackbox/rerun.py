@@ -22,7 +22,8 @@ from hfpatch.model.wrapping import PARALLEL
 from hfpatch.report import Sheet, Shown, finite
 from hfpatch.tracing.calls import autocast_now
 from hfpatch.tracing.finding import Finding
-from hfpatch.tracing.rerun_block import FAILURES, first_line, leaves
+from hfpatch.tracing.naming.attempt import FAILURES, first_line
+from hfpatch.tracing.rerun_block import leaves
 from hfpatch.tracing.tensors import is_sharded
 
 RUN_AGAIN = (*PARALLEL, "torch.compile")

@@ -156,7 +156,7 @@ def trace(
     batch = checkpoint.batch(words, tokens, loss=backward)
     scale = (loss_scale or 1.0) if backward else None
     traced, loss, raised = _run(checkpoint, batch, scale)
-    if raised and not traced.findings:
+    if raised and all(f.raised for f in traced.findings):
         how = "on this text, with its tokens as labels" if backward else "on this text"
         raise InputError(f"{model}: the model cannot be run {how}: {raised}")
     room = traced.headroom(headroom, loss_scale=scale or 1.0) if headroom is not None else None

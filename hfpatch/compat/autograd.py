@@ -1,4 +1,4 @@
-# torch has no public name for a tensor's version, nor for the end of a backward pass
+# torch has no public name for a tensor's version, for the end of a backward pass, nor for the node that runs in it
 # pyright: reportPrivateUsage=false
 """What autograd and `torch.func` know of a tensor and of the pass that runs. Known in torch 2.11 to 2.13."""
 
@@ -8,9 +8,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _peek: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
+_REENTRANT: Any = CheckpointFunction._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
+
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the backward function that runs in this thread; None outside of a backward pass."""
+
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Return the number that autograd gives to the next backward function made in this thread."""
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a backward function: in one thread they count up in the order in which forward made them."""
+    return node._sequence_nr()
+
+
+def name_of(node: Any) -> str:
+    """Return the name of a backward function, such as `MulBackward0`; of a custom one `MyFunction.backward`."""
+    name: str = node.name()
+    return f"{name.removesuffix('Backward')}.backward" if isinstance(node, BackwardCFunction) else name
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """True if a backward function runs part of the forward again, and `backward()` inside of it."""
+    return isinstance(node, _REENTRANT)
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -28,6 +28,12 @@ MATMULS = frozenset({"_grouped_mm", "_scaled_mm"})
 RMS_NORMS = frozenset({"_fused_rms_norm", "_fused_rms_norm_backward"})
 """What `rms_norm` runs; in older torch it is put together from elementwise operators."""
 
+CTC = frozenset({"_ctc_loss", "_cudnn_ctc_loss"})
+"""What `ctc_loss` runs; its arguments begin with log-probabilities, labels, and the lengths of both."""
+
+RESHAPE = "_unsafe_view"
+"""What `reshape` and `matmul` run where `view` would count as an alias."""
+
 COPY = "_to_copy"
 """What `tensor.to(dtype)` runs."""
 

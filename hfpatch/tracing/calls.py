@@ -7,16 +7,19 @@ overwritten since is detected by its version.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+import random
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hfpatch.compat.autograd import version
+from hfpatch.kept_state import state_as_before
 from hfpatch.tracing.tensors import is_cache
 
 
@@ -46,6 +49,7 @@ class Call:
 
     def __post_init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
+        self.grad = torch.is_grad_enabled()
         self.autocast = autocast_now()
         self.random = _Random(self.versions[0][0].device if self.versions else None) if self.module.training else None
 
@@ -54,20 +58,32 @@ class Call:
         """True if an argument was changed in place since the call."""
         return any(version(tensor) != then for tensor, then in self.versions)
 
+    @property
+    def used_up(self) -> str | None:
+        """Name of the first argument that is an iterator, such as a generator; None if there is none."""
+        given = {**{str(i): value for i, value in enumerate(self.args)}, **self.kwargs}
+        return next((name for name, value in given.items() if isinstance(value, Iterator)), None)
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return its arguments, with copies of the caches as they were."""
         args = tuple(_as_kept(value, self.caches) for value in self.args)
         return args, {name: _as_kept(value, self.caches) for name, value in self.kwargs.items()}
 
     @contextmanager
-    def as_it_was(self) -> Generator[None]:
+    def as_it_was(self, *passed: Any) -> Generator[list[str]]:
         """Restore the autocast and random state of the call, without gradient checkpointing.
 
-        On exit, autocast, random state, checkpointing flags and buffers are put back as they were on entry.
+        On exit, autocast, random states, attributes and buffers are put back as they were on entry, whatever is raised.
+
+        Args:
+            passed: The arguments that the module will be run with; caches and containers in them are put back too.
+
+        Returns:
+            A list of names, empty until the context ends: what the run changed (`hfpatch.kept_state.state_as_before`).
         """
         checkpointed = [m for m in self.module.modules() if m.__dict__.get("gradient_checkpointing") is True]
-        buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b.device.type != "meta"]
         now = [_Random(None), *([_Random(torch.device("cuda"))] if torch.cuda.is_initialized() else [])]
+        python, numbers = random.getstate(), np.random.get_state()
         before = {device: _autocast(device) for device in devices()}
         try:
             for module in checkpointed:
@@ -79,7 +95,8 @@ class Call:
                 if device in self.autocast:
                     torch.set_autocast_dtype(device, self.autocast[device])
             torch.clear_autocast_cache()  # so that casts of weights are run, and watched, again
-            yield
+            with state_as_before(self.module.modules(), passed) as changed:
+                yield changed
         finally:
             for module in checkpointed:
                 module.__dict__["gradient_checkpointing"] = True
@@ -87,12 +104,10 @@ class Call:
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
             torch.clear_autocast_cache()
-            for random in now:
-                random.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):  # batch norm writes without raising the version
-                        buffer.copy_(value)
+            for state in now:
+                state.restore()
+            random.setstate(python)
+            np.random.set_state(numbers)
 
 
 def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
@@ -106,9 +121,18 @@ def _shallow(cache: Any) -> Any:
     out = copy.copy(cache)
     for name, value in vars(cache).items():
         if name == "layers":
-            out.layers = [copy.copy(layer) for layer in value]
+            out.layers = [_layer(layer) for layer in value]
         elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
             setattr(out, name, _shallow(value))
+    return out
+
+
+def _layer(layer: Any) -> Any:
+    """Return a copy of a cache's layer, with a copy of the length that a static one counts in place."""
+    out = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            setattr(out, name, value.clone())
     return out
 
 

@@ -6,7 +6,7 @@ a module writes itself, and bad values in rows that hold only padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 from hfpatch.dtypes import dtype_name
 from hfpatch.tracing import rerun_block
 from hfpatch.tracing.calls import Call
-from hfpatch.tracing.cause import cause
 from hfpatch.tracing.events import Event
 from hfpatch.tracing.finding import Finding
-from hfpatch.tracing.operations import Origin
+from hfpatch.tracing.naming.cause import cause, cause_in_backward
+from hfpatch.tracing.naming.origin import Origin
+from hfpatch.tracing.naming.owners import Target
 from hfpatch.tracing.tensors import floating
 from hfpatch.tracing.watch import Watch
 
@@ -26,6 +27,7 @@ REPLAYS = 8
 """Maximum number of calls per step that are run again."""
 
 AGAIN = "the block was run again and its values were finite: they depend on something that has changed since"
+WRITES = "its forward changes {}, so that a second run is not the first; all of it was put back"
 ROUNDED = 2.0**-7
 """Largest difference of a buffer from the value at build, relative to its largest value: it may have been rounded to
 bfloat16."""
@@ -49,6 +51,7 @@ class Diagnosis:
         self.known = known
         self.intentional: list[str] = []
         self._padded = False
+        self._infinite: list[Event] = []  # inputs of the model that hold -Inf
         self._replays = 0
 
     def finding(self) -> Finding | None:
@@ -92,43 +95,54 @@ class Diagnosis:
             return None
         if event.role == "input" and event.within is None:
             if mask_like:
+                self._infinite += [event] if event.module == "" else []
                 return self._ignore(event, "an additive mask")
-            return self._report(event, "bad-input", "the caller passed it to the model")
+            return self._report(event, "bad-input", f"the caller passed it to {event.module or 'the model'}")
         call = self.watch.calls.get(event.within) if event.within else None
         if call is None or self._replays >= REPLAYS:
             return self._report(event, "unknown", "the operation is not known")
         self._replays += 1
         seen = rerun_block.forward(call, self._target(event, call), self._clean_blocks(event))
+        if seen.obstacle is not None and (outer := self._around(event, call)) is not None:
+            self._replays += 1
+            again = rerun_block.forward(outer, Target(event.module, event.role, event.name, event.number), set())
+            seen = again if again.origin is not None else seen
         if seen.obstacle is not None:
             return self._report(event, "unknown", f"the operation is not known: {seen.obstacle}")
         if seen.origin is None:
             if mask_like:
                 return self._ignore(event, "written on purpose")
-            return self._report(event, "unknown", AGAIN)
+            return self._report(event, "unknown", _again(seen.changed))
         if seen.tensor is not None and self._unused(seen.tensor):
             self._padded = True
             return self._ignore(event, "rows of padding only")
         return self._from_origin(event, seen.origin)
 
     def _backward(self, event: Event) -> Finding | None:
-        if event.phase == "backward" and event.forward in self.watch.final:
+        at_the_loss = event.phase == "backward" and event.forward in self.watch.final
+        obstacle, changed = None, ()
+        for call in self._producers(event):
+            if self._replays >= REPLAYS:
+                break
+            self._replays += 1
+            seen = rerun_block.backward(call)
+            if seen.origin is not None and seen.met is not None:
+                return self._made_in(call, event, seen.origin, seen.met)
+            obstacle, changed = obstacle or seen.obstacle, changed or seen.changed
+        if at_the_loss:
             return self._at_the_loss(event)
-        call = self._producer(event)
-        if call is None:
-            return self._report(event, "unknown", "the operation is not known")
-        seen = rerun_block.backward(call)
-        if seen.obstacle is not None:
-            return self._report(event, "unknown", f"the operation is not known: {seen.obstacle}")
-        if seen.origin is None:
-            return self._report(event, "unknown", AGAIN)
+        if obstacle is not None:
+            return self._report(event, "unknown", f"the operation is not known: {obstacle}")
+        return self._report(event, "unknown", _again(changed) if self._replays else "the operation is not known")
+
+    def _made_in(self, call: Call, event: Event, origin: Origin, met: Origin) -> Finding:
+        """Return the finding for a gradient that the backward pass of a call made."""
         scale = self.step.scale or 1.0
+        found = cause_in_backward(origin, met, self.modules)
         if scale > 1 and rerun_block.backward(call, 1 / scale).origin is None:
-            found = cause(seen.origin, self.modules)
             why = f"{found.why} under the loss scale {scale:,.0f}; without the scale it fits"
-            return self._report(
-                event, "scale-too-high", why, seen.origin, found.operation, found.operand, ordinary=True
-            )
-        return self._from_origin(event, seen.origin)
+            return self._report(event, "scale-too-high", why, origin, found.operation, found.operand, ordinary=True)
+        return self._report(event, found.symptom, found.why, origin, found.operation, found.operand)
 
     def _at_the_loss(self, event: Event) -> Finding:
         """Return the finding for a gradient that was bad when it entered the model's backward pass."""
@@ -137,35 +151,46 @@ class Diagnosis:
                 "the loss scale itself exceeds float16's 65,504; compute the loss in float32, or start at a lower scale"
             )
             return self._report(event, "scale-too-high", why, ordinary=True)
-        return self._report(event, "bad-input", "it comes from the loss, which is computed outside the model")
+        beside = " and ".join(self.watch.beside)
+        name = (
+            f"between the model and {beside}" if beside else "to name the operation, use `loss_fn = t.watch(loss_fn)`"
+        )
+        why = f"it comes from outside the model: the gradient that the loss passed to it holds {event.stats.holds}"
+        return self._report(event, "outside-the-model", f"{why}; {name}")
 
-    def _target(self, event: Event, call: Call) -> rerun_block.Target:
+    def _around(self, event: Event, call: Call) -> Call | None:
+        """Return the call of the model, if it holds every call of the event's module; None if that is this call."""
+        root = self.watch.calls.get(("", 0))
+        return root if root is not call and event.module not in self.watch.beside else None
+
+    def _target(self, event: Event, call: Call) -> Target:
         """Return the place of an event's tensor in a call that is run again."""
         if event.module == call.path:
-            return rerun_block.Target(event.module, event.role, event.name, 0)
+            return Target(event.module, event.role, event.name, 0)
         first = min(e.number for e in self.step.of("forward") if e.within == event.within and e.module == event.module)
-        return rerun_block.Target(event.module, event.role, event.name, event.number - first)
+        return Target(event.module, event.role, event.name, event.number - first)
 
-    def _producer(self, event: Event) -> Call | None:
-        """Return the kept call whose backward pass made a gradient: one that took the tensor, or that contains it."""
-        if event.phase == "gradients":
-            path = self.places.enclosing(event.module)
-            calls = [c for (p, _), c in self.watch.calls.items() if p == path and c.grads]
-            return calls[-1] if calls else None
-        if event.forward is not None:
-            takers = [c for c in self.watch.calls.values() if event.forward in c.inputs and _healthy(c)]
-            takers = [c for c in takers if c.path in self.places.blocks] or takers
-            if takers:
-                return takers[-1]
+    def _producers(self, event: Event) -> Iterator[Call]:
+        """Yield the kept calls whose backward pass can have made a gradient, the likeliest first.
+
+        These are calls that took its tensor, blocks before the containers around them, and then those that contain it.
+        A call of which no gradient of an output is finite was handed the fault by another.
+        """
+        tried: list[Call] = []
+        takers = [c for c in self.watch.calls.values() if event.forward is not None and event.forward in c.inputs]
+        inner = [c for c in takers if c.path not in self.places.containers]
+        outer = sorted((c for c in takers if c.path in self.places.containers), key=lambda c: -len(c.path))
         path = self.places.enclosing(event.module)
-        if path is not None and path == event.module and event.role == "output":
-            path = self.places.above(path)
+        if event.phase == "backward" and path == event.module and event.role == "output":
+            path = self.places.above(event.module)  # its own output's gradient comes from those that use it
+        around: list[Call] = []
         while path is not None:
-            calls = [c for (p, _), c in self.watch.calls.items() if p == path and _healthy(c)]
-            if calls:
-                return calls[-1]
+            around += reversed([c for (p, _), c in self.watch.calls.items() if p == path])
             path = self.places.above(path)
-        return None
+        for call in (*reversed(inner), *outer, *around):
+            if not any(call is other for other in tried) and _graded(call):
+                tried.append(call)
+                yield call
 
     def _clean_blocks(self, event: Event) -> set[str]:
         """Return the blocks whose measured tensors all came before the bad one, so are finite or intentional."""
@@ -227,9 +252,17 @@ class Diagnosis:
 
     def _from_origin(self, event: Event, origin: Origin, *, silent: bool = False) -> Finding:
         found = cause(origin, self.modules)
+        if found.symptom != "masked-row" and (given := self._passed(origin)) is not None:
+            why = f"{found.why}; the caller passed -Inf to the model as {given.name!r}"
+            return self._report(event, "bad-input", why, origin, found.operation, found.operand)
         why = f"{found.why}, and later operations turn it into zeros" if silent else found.why
         symptom = "silent-zero" if silent else found.symptom
         return self._report(event, symptom, why, origin, found.operation, found.operand)
+
+    def _passed(self, origin: Origin) -> Event | None:
+        """Return the input of the model, other than a mask, whose -Inf an origin was given; None if there is none."""
+        shapes = [o.shape for o in origin.operands if o.nonfinite]
+        return next((e for e in self._infinite if e.shape in shapes and "mask" not in e.name), None)
 
     def _report(
         self,
@@ -261,8 +294,14 @@ class Diagnosis:
         )
 
 
-def _healthy(call: Call) -> bool:
-    return bool(call.grads) and all(bool(g.isfinite().all()) for g in call.grads.values())
+def _graded(call: Call) -> bool:
+    """True if the gradient of an output of a call is finite."""
+    return any(bool(g.isfinite().all()) for g in call.grads.values())
+
+
+def _again(changed: tuple[str, ...]) -> str:
+    """Return that the values did not come again, and what the forward changed."""
+    return f"{AGAIN}; {WRITES.format(', '.join(changed[:4]))}" if changed else AGAIN
 
 
 def _only_in(tensor: torch.Tensor, mask: torch.Tensor) -> bool:

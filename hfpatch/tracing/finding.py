@@ -27,6 +27,7 @@ class Finding(Shown):
         symptom: Key of `hfpatch.symptoms.SYMPTOMS`, by which patches that fix it are found.
         why: The cause, in a sentence.
         dtype: Name of the tensor's dtype.
+        raised: True if it is an exception of the forward; `tensor` and `holds` then tell of that.
         ordinary: True for a gradient overflow that a GradScaler handles by lowering its scale; a fault only if it
             persists at a low scale.
     """
@@ -44,6 +45,7 @@ class Finding(Shown):
     why: str
     dtype: str
     ordinary: bool = False
+    raised: bool = False
 
     @property
     def sentence(self) -> str:
@@ -61,7 +63,7 @@ class Finding(Shown):
     def sheet(self) -> Sheet:
         """Return the sentence, and what was seen."""
         rows = (
-            ("seen in", f"{self.tensor}, {self.dtype}"),
+            ("seen in", ", ".join(part for part in (self.tensor, self.dtype) if part)),
             ("holds", self.holds),
             ("given", self.operand),
             ("symptom", self.symptom),

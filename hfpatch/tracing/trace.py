@@ -21,7 +21,7 @@ from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, Shown, rank, say
-from hfpatch.tracing import views
+from hfpatch.tracing import beside, failed_forward, views
 from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
@@ -44,7 +44,7 @@ class Trace(Shown):
 
     Attributes:
         steps: The traced steps, in order (`hfpatch.tracing.events.Step`).
-        findings: The first fault of each traced step that has one.
+        findings: The first fault of each traced step that has one, and after it the exception, if forward raised one.
         intentional: Descriptions of tensors that are not finite on purpose.
     """
 
@@ -168,6 +168,7 @@ class Trace(Shown):
 
     def _returned(self, _model: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
         if self._watch is not None and not self._busy and not in_transform():
+            self._watch.raised = failed_forward.of_model(self.model) if output is None else None
             self._watch.finish(output)
 
     def _conclude(self) -> None:
@@ -180,19 +181,48 @@ class Trace(Shown):
             self._hooks.watch = None
         step = watch.step
         self.steps.append(step)
-        if not step.close({device: gathered.read() for device, gathered in watch.rows.items()}):
+        odd = step.close({device: gathered.read() for device, gathered in watch.rows.items()})
+        if not odd and watch.raised is None:
             watch.forget()
             return
-        diagnosis = Diagnosis(watch, dict(self.model.named_modules()), self._known)
+        modules = {**dict(self.model.named_modules()), **watch.beside}
+        diagnosis = Diagnosis(watch, modules, self._known)
         self._busy = True
         try:
-            found = diagnosis.finding()
+            found = [diagnosis.finding() if odd else None]
+            if watch.raised is not None:
+                found.append(failed_forward.finding(watch.raised, step, watch.calls, watch.places, modules))
         finally:
             self._busy = False
             watch.forget()
-        if found is not None:
-            self.findings.append(found)
+        self.findings.extend(f for f in found if f is not None)
         self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
+
+    def watch(self, loss_fn: Callable[..., R]) -> Callable[..., R]:
+        """Return a loss to call in place of this one, which records its calls beside the model's.
+
+            loss_fn = t.watch(loss_fn)
+            loss_fn(model(**batch).logits, labels).backward()
+
+        A fault in it is then named like one in the model, under its name: `0 x -inf is NaN in grpo_loss()`.
+
+        Args:
+            loss_fn: A function or module that computes a loss outside of the model.
+
+        Raises:
+            InputError: It cannot be called.
+        """
+        if not callable(loss_fn):
+            raise InputError(f"watch: loss_fn=: want a function or module that computes a loss; got {shown(loss_fn)}")
+        module = loss_fn if isinstance(loss_fn, nn.Module) else beside.Function(loss_fn)
+        path = beside.path_of(loss_fn)
+
+        def watched(*args: Any, **kwargs: Any) -> R:
+            if self._watch is None or self._busy or in_transform():
+                return loss_fn(*args, **kwargs)
+            return beside.run(self._watch, path, module, args, kwargs)
+
+        return watched
 
     # results
 

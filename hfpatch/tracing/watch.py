@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from hfpatch.compat.modules import BUFFERS, PARAMETERS
 from hfpatch.numerics.statistics import Rows, rows
 from hfpatch.tracing.calls import Call, snapshot
 from hfpatch.tracing.events import Event, Phase, Step
+from hfpatch.tracing.failed_forward import Raised
 from hfpatch.tracing.tensors import cached, floating, local, measurable
 from hfpatch.tracing.watched import Places
 
@@ -58,6 +60,8 @@ class Watch:
         self.caches: dict[int, tuple[Any, Any]] = {}
         self.output: Any = None
         self.final: set[int] = set()
+        self.raised: Raised | None = None
+        self.beside: dict[str, nn.Module] = {}
         self._root = places.containers[""]
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._numbers: dict[str, int] = {}
@@ -103,8 +107,23 @@ class Watch:
         if output is not None:
             self.output = output
             self.returned("", output, True)
-            self.final = {n for _, tensor in floating(output) if (n := self._known(tensor)) is not None}
+            self.end_at(output)
         self._running = False
+
+    def end_at(self, output: Any) -> None:
+        """Note that the backward pass may start at these tensors."""
+        self.final |= {n for _, tensor in floating(output) if (n := self._known(tensor)) is not None}
+
+    @contextmanager
+    def recording(self, path: str, module: nn.Module) -> Generator[None]:
+        """Record the calls of a module beside the model, under a path of its own, while the context is entered."""
+        self.beside[path] = module
+        running, stack = self._running, list(self._stack)
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running, self._stack = running, stack
 
     def called(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: bool) -> None:
         """Record the call of a watched module; with `keeps`, keep the call so that it can be run again."""

@@ -1,9 +1,9 @@
-"""Watches the operations of one call, under a dispatch mode, for the first that makes a bad value.
+"""Watches the operations of one call, under a dispatch mode, for those that make bad values, forward and backward.
 
 An operation is an *origin* if its result holds a NaN or an infinity that none of its operands explains. -Inf that is
 written on purpose (`masked_fill`, a constant) is *intentional*, and so is -Inf computed from it. The mark of each
 origin follows its values through later operations; an origin whose mark does not reach the result of the call did no
-harm: `exp(-inf)` is 0.
+harm: `exp(-inf)` is 0. A mark that forward drops (`where`) can come back in the backward pass, from a saved tensor.
 """
 
 from __future__ import annotations
@@ -19,65 +19,40 @@ from torch import nn
 
 from hfpatch.compat import operators
 from hfpatch.compat.autograd import version
+from hfpatch.tracing.naming.origin import Origin
+from hfpatch.tracing.naming.reading import ctc_lengths, exact, line_of, operand, terms
 from hfpatch.tracing.tensors import floating, local
 
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+DIVISIONS = {"div", "true_divide", "rsqrt", "reciprocal", "remainder", "fmod"}
+PASSING = {
+    "view", "reshape", "expand", "unsqueeze", "squeeze", "t", "transpose", "permute", "slice", "select", "detach",
+    "alias", "clone", "lift_fresh", "mul", "add", "clamp", "clamp_min", operators.RESHAPE, operators.COPY,
+}  # fmt: skip
+"""Operations that are left out of `Operand.made`."""
+HIDES = {
+    "where": "where()",
+    "masked_fill": "masked_fill()",
+    "masked_scatter": "masked_scatter()",
+    "nan_to_num": "nan_to_num()",
+    "clamp": "clamp()",
+    "clamp_min": "clamp()",
+    "clamp_max": "clamp()",
+    "minimum": "minimum()",
+    "maximum": "maximum()",
+    "index_put": "an indexed assignment",
+    "copy": "an assignment",
+}
+"""Operations whose result can leave out values of an operand; each in words."""
+NORMS = operators.RMS_NORMS | {
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+}
 SOFTMAX = operators.SOFTMAX | {"softmax", "log_softmax"}
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor argument of an operation, as it was before the operation ran.
-
-    Attributes:
-        name: Name of the parameter or buffer; empty for a computed tensor.
-        shape, dtype: Of the tensor.
-        largest: Largest finite magnitude; 0 if no element is finite.
-        least: Smallest finite magnitude; 0 if no element is finite.
-        at: Its value where the result has its first bad element; None if it does not broadcast to the result.
-        nonfinite: True if it held a NaN or an infinity.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    largest: float
-    least: float
-    at: float | None
-    nonfinite: bool
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The operation that made the first bad value of a call.
-
-    Attributes:
-        name: Name of the operation in torch (`add`, `mm`, `_softmax`).
-        node: Name of the backward function it ran in (`MulBackward0`); empty in a forward pass.
-        module: Path of the module whose code ran it.
-        operands: Its floating-point tensor arguments, in order.
-        result: dtype of the result.
-        holds: The first bad element: `nan`, `+inf` or `-inf`.
-        exact: For a matrix product, that element computed in float64 from the operands; None for other operations.
-        after_softmax: True if a softmax ran before it in the same module.
-        masked: True if it is a softmax over a row of only -Inf.
-        vanished: The last small number (an eps) in the same module that was 0 in its dtype; None if there was none.
-        numbers: Numbers among its arguments.
-        given: True if an operand held a NaN or an infinity when the call began.
-    """
-
-    name: str
-    node: str
-    module: str
-    operands: tuple[Operand, ...]
-    result: torch.dtype
-    holds: str
-    exact: float | None
-    after_softmax: bool
-    masked: bool
-    vanished: float | None = None
-    numbers: tuple[float, ...] = ()
-    given: bool = False
 
 
 @dataclass
@@ -96,7 +71,12 @@ class Operations(operators.DispatchMode):
         module: The module that is called; names its parameters and buffers.
         where: Returns the path of the module whose code runs, and the name of the backward function.
         active: Returns True while operations are to be watched.
-        first_only: Raise `Found` at the first origin.
+        hidden_by: Returns, in a backward pass, the operation that drops the running function's result, or "".
+
+    Attributes:
+        origins: The origins so far.
+        met: Of origins whose values occurred in the backward pass, in the order in which they did: the operation there
+            that first had a NaN in its result, or else an infinity. An operation of the backward pass meets itself.
     """
 
     def __init__(
@@ -104,17 +84,23 @@ class Operations(operators.DispatchMode):
         module: nn.Module,
         where: Callable[[], tuple[str, str]],
         *,
-        active: Callable[[], bool],
-        first_only: bool,
+        active: Callable[[], bool] = lambda: True,
+        hidden_by: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self.where, self.active, self.first_only = where, active, first_only
+        self.where, self.active, self.hidden_by = where, active, hidden_by
+        self.met: dict[int, Origin] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, ...]]] = {}
         self.names = {id(t): n.rpartition(".")[2] for n, t in (*module.named_parameters(), *module.named_buffers())}
         self._vanished: dict[str, float] = {}
         self.origins: list[Origin] = []
         self._known: dict[int, _Known] = {}
         self._storages: dict[int, frozenset[int]] = {}
         self._softmaxed: set[str] = set()
+
+    def name(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Name more tensors, which stand for the module's parameters."""
+        self.names.update({id(t): n.rpartition(".")[2] for n, t in tensors.items()})
 
     def marks(self, values: Any) -> frozenset[int]:
         """Return the indices in `self.origins` of the origins whose marks these values carry."""
@@ -129,18 +115,25 @@ class Operations(operators.DispatchMode):
         if not self.active():
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        base = name.removesuffix("_") if not name.startswith("__") else name
         operands = [t for _, t in floating((args, kwargs))]
+        if base in DIVISIONS:  # the divisor may be a count
+            operands = [t for t in args if isinstance(t, torch.Tensor)]
         before = [self._look(t) for t in operands]
+        shared = {_storage(t) for t in operands} if self._storages else set[int]()
         if operators.overwrites(func):  # it overwrites an operand
             operands = [t.detach().clone() for t in operands]
         out = func(*args, **kwargs)
-        base = name.removesuffix("_") if not name.startswith("__") else name
-        module, node = self.where()
         if base in UNINITIALISED:
             return out
-        for _, result in floating(out):
+        module, node = self.where()
+        self._note(base, args, out)
+        keeps = base in NORMS or base.startswith(operators.ATTENTION)  # the later results are for its own backward
+        for _, result in floating(out[0] if keeps and isinstance(out, tuple) and not node else out):
             if base in ("add", "clamp_min", "clamp", "maximum") and (small := _vanishes(args, kwargs, result.dtype)):
                 self._vanished[module] = small
+            if self._storages and (key := _storage(result)) not in shared:
+                self._storages.pop(key, None)  # the memory of a tensor that is gone
             self._judge(base, module, node, args, kwargs, operands, before, result)
         if base in SOFTMAX:
             self._softmaxed.add(module)
@@ -170,13 +163,40 @@ class Operations(operators.DispatchMode):
         marks = carried if (nan or posinf or neginf) else frozenset[int]()
         filled = all(self.origins[m].name in ("add", "sub") for m in carried)  # a mask added to a logit, not a logit
         masked_row = masked_row and filled
-        if bad and (not carried or masked_row):
+        fresh = bad and (not carried or masked_row)
+        if fresh:
+            marks = frozenset({len(self.origins)})
+        again = [m for m in marks if node and (m not in self.met or (nan and self.met[m].holds != "nan"))]
+        if fresh or again:
             made = self._origin(name, module, node, operands, before, result, masked=masked_row, nan=nan, posinf=posinf)
-            self.origins.append(replace(made, given=given, numbers=tuple(_numbers((args, kwargs.values())))))
-            marks = frozenset({len(self.origins) - 1})
-            if self.first_only:
-                raise Found
+            made = replace(
+                made,
+                given=given,
+                numbers=tuple(_numbers((args, kwargs.values()))),
+                lengths=ctc_lengths(args) if name in operators.CTC else None,
+                hidden=self.hidden_by() if node else "",
+            )
+            for mark in again:
+                self.met[mark] = made
+            if fresh:
+                self.origins.append(made)
+        if not node and not marks and name in HIDES:
+            for mark in carried:
+                if not self.origins[mark].hidden:
+                    self.origins[mark] = replace(self.origins[mark], hidden=HIDES[name])
         self._remember(result, bad, neginf, marks)
+
+    def _note(self, name: str, args: Any, out: Any) -> None:
+        """Remember by which operations a result was made."""
+        given = next((self._maker(a) for a in args if isinstance(a, torch.Tensor)), ()) if args else ()
+        made = given if name in PASSING else (name, *given)[:4]
+        for result in (out,) if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ():
+            if isinstance(result, torch.Tensor):
+                self._made[id(result)] = (weakref.ref(result), made)
+
+    def _maker(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        known = self._made.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else ()
 
     def _origin(
         self,
@@ -194,17 +214,20 @@ class Operations(operators.DispatchMode):
         held = local(result.detach())
         wrong = held.isnan() if nan else held == (float("inf") if posinf else float("-inf"))
         place = [int(i) for i in wrong.nonzero()[0]] if held.dim() else []
+        line = line_of(name, operands, place)
         return Origin(
             name=name,
             node=node,
             module=module,
             operands=tuple(
-                _operand(self.names.get(id(t), ""), t, k, place) for t, k in zip(operands, before, strict=True)
+                operand(self.names.get(id(t), ""), t, k.bad or k.neginf, place, self._maker(t))
+                for t, k in zip(operands, before, strict=True)
             ),
             vanished=self._vanished.get(module),
             result=result.dtype,
             holds="nan" if nan else "+inf" if posinf else "-inf",
-            exact=_exact(name, operands, place),
+            exact=exact(line),
+            terms=terms(line),
             after_softmax=module in self._softmaxed,
             masked=masked,
         )
@@ -226,10 +249,6 @@ class Operations(operators.DispatchMode):
         return known
 
 
-class Found(BaseException):
-    """Ends a replay at the first origin. Not an Exception, so that the model's own handlers do not catch it."""
-
-
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
     """Return whether a tensor holds a NaN, a +Inf and a -Inf."""
     held = local(tensor.detach())
@@ -237,6 +256,8 @@ def _flags(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
         return False, False, False
     if held.is_complex():
         held = torch.view_as_real(held)
+    if not held.is_floating_point():
+        return False, False, False
     if held.dtype.itemsize == 1:
         held = held.float()
     low, high = (float(v) for v in torch.aminmax(held))
@@ -283,46 +304,3 @@ def _vanishes(args: Any, kwargs: Any, dtype: torch.dtype) -> float | None:
     """Return the first positive number below 1e-3 among an operation's arguments that is 0 in its dtype, or None."""
     numbers = _numbers((args, kwargs.values()))
     return next((n for n in numbers if 0 < n < 1e-3 and float(torch.tensor(n, dtype=dtype)) == 0), None)
-
-
-def _operand(name: str, tensor: torch.Tensor, known: _Known, place: list[int]) -> Operand:
-    held = local(tensor.detach())
-    if held.is_complex():
-        held = held.abs()
-    wide = held.double()
-    finite = wide[wide.isfinite()].abs()
-    return Operand(
-        name=name,
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        largest=float(finite.max()) if finite.numel() else 0.0,
-        least=float(finite.min()) if finite.numel() else 0.0,
-        at=_at(wide, place),
-        nonfinite=known.bad or known.neginf,
-    )
-
-
-def _at(tensor: torch.Tensor, place: list[int]) -> float | None:
-    """Return the element of an operand that is broadcast to a place of the result; None if its shape does not fit."""
-    if tensor.dim() > len(place):
-        return None
-    index = place[len(place) - tensor.dim() :]
-    sizes = tensor.shape
-    if any(size not in (1,) and i >= size for size, i in zip(sizes, index, strict=True)):
-        return None
-    return float(tensor[tuple(0 if size == 1 else i for size, i in zip(sizes, index, strict=True))])
-
-
-def _exact(name: str, operands: list[torch.Tensor], place: list[int]) -> float | None:
-    """Return one element of a matrix product in float64; None for other operations."""
-    pair = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 1)}.get(name)
-    if pair is None or len(operands) <= pair[1]:
-        return None
-    left, right = (local(operands[i].detach()) for i in pair)
-    if left.is_complex() or len(place) < left.dim():
-        return None
-    row = left[tuple(place[:-1])] if left.dim() > 1 else left
-    column = right[(*place[:-2], slice(None), place[-1])] if right.dim() > 1 else right
-    if row.shape != column.shape:
-        return None
-    return float(row.double() @ column.double())

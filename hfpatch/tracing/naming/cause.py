@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,22 +12,22 @@ from hfpatch.compat import operators
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.norms import acts_as_norm
 from hfpatch.model.roles import is_block
-from hfpatch.tracing.operations import SOFTMAX, Operand, Origin
+from hfpatch.tracing.naming.arithmetic import (
+    ADDITIONS,
+    MATMULS,
+    POWERS,
+    division,
+    indefinite,
+    pole,
+    power,
+)
+from hfpatch.tracing.naming.operations import DIVISIONS, NORMS, SOFTMAX
+from hfpatch.tracing.naming.origin import Operand, Origin
 
-ADDITIONS = {"add", "sub", "rsub"}
-MATMULS = operators.MATMULS | {"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "matmul", "linear"}
-POWERS = {"pow", "square"}
-DIVISIONS = {"div", "true_divide", "rsqrt", "reciprocal"}
 CASTS = {operators.COPY, "to", "copy"}
 ROOTS_AND_LOGS = {"log", "log2", "log10", "log1p", "sqrt", "asin", "acos", "lgamma"}
-NORMS = operators.RMS_NORMS | {
-    "native_layer_norm",
-    "native_layer_norm_backward",
-    "native_group_norm",
-    "native_group_norm_backward",
-    "native_batch_norm",
-    "native_batch_norm_backward",
-}
+EXPONENTIALS = {"exp", "exp2", "expm1", "sinh", "cosh"}
+SPREADS = {"std", "var", "std_mean", "var_mean"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,34 @@ def cause(origin: Origin, modules: Mapping[str, nn.Module]) -> Cause:
     return Cause(operation, operand, symptom, why)
 
 
+def cause_in_backward(origin: Origin, met: Origin, modules: Mapping[str, nn.Module]) -> Cause:
+    """Return the cause of an origin whose values were found in a backward pass.
+
+    Args:
+        origin: The operation that made the values, in the forward or backward pass.
+        met: The operation of the backward pass that first had them in its result; the origin itself if it made them.
+        modules: The traced model's modules, by path.
+    """
+    found = cause(origin, modules)
+    words = name(origin, None).partition(" (")[0]
+    if not origin.node:
+        meets = indefinite(met) or name(met, None)
+        after = (
+            f"backward computes with it: {meets} ({met.node})" if indefinite(met) else f"backward meets it in {meets}"
+        )
+        if not origin.hidden:
+            return replace(found, why=f"{found.why}; the forward pass ends finite all the same, and {after}")
+        advice = f"change what {words} is given, not its result"
+        why = f"{found.why}; {origin.hidden} drops it in the forward pass, and {after}; {advice}"
+        return replace(found, symptom="hidden-in-forward", why=why)
+    if met.hidden and met.holds == "nan" and any(o.at == 0 for o in met.operands):
+        form = "" if found.symptom == "indefinite" else ", and 0 x inf is NaN"
+        dropped = f"{met.hidden} drops its value in the forward pass, so the gradient that comes in is 0{form}"
+        why = f"{found.why}; {dropped}; change what is given to it, not its result"
+        return replace(found, symptom="hidden-in-forward", why=why)
+    return found
+
+
 def name(origin: Origin, module: nn.Module | None) -> str:
     """Return the usual name of an operation, such as `residual add` or `matmul of queries and keys`."""
     op = origin.name
@@ -67,6 +95,8 @@ def name(origin: Origin, module: nn.Module | None) -> str:
             words = "matmul of attention weights and values" if origin.after_softmax else "matmul of queries and keys"
     elif op in SOFTMAX:
         words = "softmax"
+    elif op in operators.CTC:
+        words = "ctc_loss"
     elif op in operators.RMS_NORMS:
         words = "RMS norm"
     elif op in CASTS:
@@ -76,6 +106,7 @@ def name(origin: Origin, module: nn.Module | None) -> str:
             "mul": "multiplication",
             "pow": "power",
             "div": "division",
+            "reciprocal": "division",
             "rsqrt": "reciprocal square root",
             "native_layer_norm": "layer norm",
             "native_layer_norm_backward": "layer norm",
@@ -100,12 +131,28 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
         return "masked-row", "a row in which every key is masked: the softmax of a row of -Inf is NaN"
     if op == "nll_loss_forward" and origin.holds == "nan":
         return "no-labels", "every label is ignored: a mean over no token is NaN, and its gradients are 0"
-    if op in DIVISIONS and (division := _division(origin, module)) is not None:
-        return division
+    if op in operators.CTC and origin.lengths is not None:
+        frames, labels = origin.lengths
+        what = f"a sample has {frames} frames for {labels} labels (repeated ones need a frame between them)"
+        return "too-few-frames", f"{what}, so no alignment exists; leave it out, or set zero_infinity"
+    if op in NORMS and origin.holds == "nan" and origin.numbers and origin.numbers[-1] == 0:
+        return "zero-norm", "its eps is 0 and a row is constant, so the row is divided by 0"
+    if any(0 in o.shape for o in origin.operands):
+        return "empty-mean", f"{op} over no element"
+    if op in SPREADS and origin.holds == "nan":
+        return "empty-mean", f"{op} over one element: the divisor n - 1 is 0"
+    if (found := pole(origin)) is not None:
+        return found
+    if op in DIVISIONS and (found := division(origin, norm=module is not None and acts_as_norm(module))) is not None:
+        return found
+    if (text := indefinite(origin)) is not None:
+        return "indefinite", text
     if op in ROOTS_AND_LOGS and origin.operands:
         least = min(o.least for o in origin.operands)
         return "out-of-domain", f"{op} of {_at(origin, 0, least)}"
     if origin.name.startswith(operators.ATTENTION):
+        if origin.node and origin.holds != "nan":
+            return "overflow", f"a gradient of the fused kernel exceeds {limit}"
         if origin.node or origin.name.endswith("_backward"):
             return "attention-backward-nan", "the fused kernel gives NaN gradients from finite operands"
         return "masked-row", "the fused kernel gives NaN: a row in which every key is masked, or a product too large"
@@ -127,6 +174,10 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
         if _is_attention(module) and not origin.after_softmax and not origin.node:
             return "attention-logits-overflow", text
         return "overflow", text
+    if op in EXPONENTIALS and origin.operands:
+        return "overflow", f"{op} of {_at(origin, 0)} exceeds {limit}"
+    if op in POWERS and (found := power(origin)) is not None:
+        return found
     if op in POWERS and origin.operands:
         return "square-overflow", f"a power of {_at(origin, 0)} exceeds {limit}"
     if op == "mul" and origin.operands:
@@ -136,26 +187,11 @@ def _why(origin: Origin, module: nn.Module | None) -> tuple[str, str]:
             return "square-overflow", f"{factors} exceeds {limit}"
         return "overflow", f"{factors} exceeds {limit}"
     given = ", ".join(_size(o) for o in origin.operands) or "nothing"
+    if origin.holds == "nan" and any(o.nonfinite for o in origin.operands):
+        return "indefinite", f"{op} of {given}, which holds Inf: 0 x inf and inf - inf are NaN"
     if origin.holds == "nan":
         return "unknown", f"{op} makes NaN from {given}"
     return "overflow", f"{op} of {given} exceeds {limit}"
-
-
-def _division(origin: Origin, module: nn.Module | None) -> tuple[str, str] | None:
-    """Return symptom and cause of a division by 0 or a reciprocal root of 0; None if the divisor is not 0."""
-    divisor = origin.operands[-1] if origin.operands else None
-    if divisor is None:
-        return None
-    at = divisor.at if divisor.at is not None else divisor.least
-    if at != 0 and divisor.least != 0:
-        return None
-    if origin.vanished is not None:
-        eps = f"the eps {origin.vanished:g} is 0 in {dtype_name(origin.result)}"
-        return "eps-underflow", f"{eps}, so the divisor can be 0"
-    if module is not None and acts_as_norm(module):
-        return "zero-norm", "a row of zeros, and no eps, so the divisor is 0"
-    words = "0 / 0" if origin.holds == "nan" else "a division by 0"
-    return "division-by-zero", words
 
 
 def _in_stream(module: nn.Module | None) -> bool:

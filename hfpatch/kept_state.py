@@ -1,0 +1,114 @@
+"""Modules and what they were passed, left as they were by code that runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.compat.modules import BUFFERS
+
+DEPTH = 8
+"""Deepest nesting of containers in an attribute that is looked at."""
+
+CACHES = "transformers.cache_utils"
+"""The module of transformers whose classes are key-value caches and their layers."""
+
+Found = dict[int, tuple[Any, Any, str]]
+"""Containers and tensors by id: each with a copy of its content, and the name of the attribute that holds it."""
+
+
+@contextmanager
+def state_as_before(modules: Iterable[nn.Module], passed: Iterable[object] = ()) -> Generator[list[str]]:
+    """Put back what modules hold, and containers that they were passed, whatever is raised in the context.
+
+    Attributes and tables come back, and so does the content of dicts, lists, sets, deques, dataclasses and caches of
+    transformers in them, of every tensor there that is not a parameter, and the state of a `torch.Generator`.
+
+    Args:
+        modules: Modules whose attributes are put back, such as `model.modules()`.
+        passed: Arguments of a forward, of which only containers and caches are put back.
+
+    Returns:
+        A list of names, empty until the context ends: buffers, attributes and caches that had been changed.
+    """
+    changed: list[str] = []
+    found: Found = {}
+    for module in modules:
+        _look(module.__dict__, "", found, DEPTH, True)
+    for value in passed:
+        _look(value, "an argument", found, DEPTH, False)
+    try:
+        yield changed
+    finally:
+        names = [n for value, before, name in found.values() for n in _restored(value, before, name)]
+        changed += dict.fromkeys(names)
+
+
+def _look(value: Any, name: str, found: Found, depth: int, tensors: bool) -> None:
+    if id(value) in found or depth == 0:
+        return
+    if isinstance(value, torch.Tensor):
+        if tensors and not isinstance(value, nn.Parameter) and not value.is_meta:
+            found[id(value)] = value, value.detach().clone(), name
+        return
+    if isinstance(value, torch.Generator):
+        found[id(value)] = value, value.get_state(), name
+        return
+    if _holds_state(value):
+        tensors = tensors or bool(getattr(value, "is_compileable", False))  # such a cache is written to in place
+        value = value.__dict__
+    if isinstance(value, dict):
+        parts: Iterable[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, (list, set, deque, tuple)):
+        parts = [(None, part) for part in value]
+    else:
+        return
+    if not isinstance(value, tuple):
+        found[id(value)] = value, value.copy(), name
+    for key, part in parts:
+        inner = name or ("" if key == BUFFERS else str(key))
+        _look(part, inner, found, depth - 1, tensors)
+
+
+def _holds_state(value: Any) -> bool:
+    """True of dataclass instances, and of the caches of transformers and their layers."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    return dataclasses.is_dataclass(value) or any(c.__module__ == CACHES for c in type(value).__mro__)
+
+
+def _restored(value: Any, before: Any, name: str) -> list[str]:
+    """Put the content of a tensor or container back; return the names of what had been changed."""
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            if bool(((value == before) | (value.isnan() & before.isnan())).all()):
+                return []
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
+            value.copy_(before)
+        return [name]
+    if isinstance(value, torch.Generator):
+        same = torch.equal(value.get_state(), before)
+        value.set_state(before)
+        return [] if same else [name]
+    if isinstance(value, dict):
+        changed = [k for k in {**value, **before} if value.get(k, _restored) is not before.get(k, _restored)]
+        value.update(before)  # it is never empty in between: it may be the attributes of a module
+        for key in [key for key in value if key not in before]:
+            del value[key]
+        return [name or str(key) for key in changed]
+    if isinstance(value, set):
+        same = value == before
+        value.intersection_update(before)
+        value.update(before)
+    else:
+        same = len(value) == len(before) and all(a is b for a, b in zip(value, before, strict=True))
+        if not same:
+            value.clear()
+            value.extend(before)
+    return [] if same else [name]
