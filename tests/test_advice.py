@@ -144,7 +144,7 @@ class TestKeys:
     def test_every_one_that_the_tracer_gives_is_known_and_the_other_way_round(self) -> None:
         """Symptoms are the hyphenated words in the tracer's code, and those of one word."""
         given: set[str] = set()
-        for file in Path(trace.__file__).parent.glob("*.py"):
+        for file in Path(trace.__file__).parent.rglob("*.py"):
             texts = {n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)}
             given |= {
                 t for t in texts if isinstance(t, str) and (t in SYMPTOMS or re.fullmatch(r"[a-z]+(-[a-z]+)+", t))
