@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Literal
 
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
+from hfpatch.model.walk import inside, root_module, starred
 from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
-from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.calls import Kept
+from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.trace import Trace
+from hfpatch.trial import Outcome, run_again, whole_call
 
 
 def trace(
@@ -62,39 +66,83 @@ def trace(
         ranks=ranks,
         backward=backward,
         level=level,
-        answers=lambda finding: advice(finding, model),
+        answers=lambda finding, kept: answer(finding, model, kept),
         progress=progress,
     )
 
 
-def advice(finding: Finding, model: object) -> tuple[str, ...]:
-    """Return what to try for a finding: the call that applies the patches that fix it, or why there is none.
+def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
+    """Return what is known of the patches for a finding; those that could fix it are tried on the kept call.
+
+    A patch is named only if it changes the part where the fault is, and if the call was finite with it: in every
+    module, and for a fault of the backward pass in every gradient. If none is enough alone, those that answer the
+    finding and those that answer what is left are tried together, once. First the call is run again as it is: if the
+    fault does not show, a trial would prove nothing, and that is said.
 
     Args:
         finding: What the tracer found.
         model: The model it was found in.
+        kept: The calls of its step; None if they are gone, so that nothing can be tried.
     """
     if finding.ordinary:
-        return ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
+        return Answer(
+            ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
+        )
     decisions = _decisions(finding, model)
-    if runnable := _runnable(decisions):
-        return (f"try: hfpatch.apply(model, only={list(runnable)})",)
-    of_its_kind = [d for d in decisions if d.vital is not None] or decisions[:1]  # others are for other architectures
-    return (*map(_unhelpful, of_its_kind), _unpatched(finding, "other patch" if decisions else "patch"))
+    here = [d for d in decisions if _reaches(d, finding.module)]
+    ids = _runnable(here)
+    if not ids:
+        of_its_kind = [d for d in here or decisions if d.vital is not None] or here[:1] or decisions[:1]
+        unhelpful = tuple(_unhelpful(d, finding.module) for d in of_its_kind)
+        return Answer((*unhelpful, _unpatched(finding, "other patch" if decisions else "patch")))
+    root = root_module(model)
+    call = "the traced call was not kept" if kept is None else whole_call(root, kept)
+    if isinstance(call, str):
+        return _untried(ids, call)
+    stock = run_again(root, call, finding)
+    if stock.obstacle:
+        return _untried(ids, stock.obstacle)
+    if stock.finite:
+        return _untried(ids, "run again as it is, the call is finite: it depends on something that has changed since")
+    return _tried(finding, model, ids, partial(run_again, root, call, finding))
 
 
-def answering(finding: Finding, model: object) -> tuple[str, ...]:
-    """Return the ids of the patches that fix a finding and can be applied to this model; empty if none is needed.
+def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[[Collection[str]], Outcome]) -> Answer:
+    """Return what came of these patches, each alone, then together with those that answer what is left."""
+    failed: list[str] = []
+    union = set(ids)
+    for chosen in [*((name,) for name in ids), ()]:
+        patches = chosen or tuple(sorted(union))
+        if not chosen and len(patches) == 1:
+            break
+        outcome = run(patches)
+        if outcome.obstacle:
+            return _untried(patches, outcome.obstacle)
+        if outcome.finite:
+            return Answer((f"tried on this call: {_finite(finding, outcome)}: {_line(patches)}",), patches, tried=True)
+        failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault}")
+        if outcome.finding is not None:
+            left = outcome.finding
+            union |= {*_runnable([d for d in _decisions(left, model) if _reaches(d, left.module)])}
+    return Answer((*failed, "No patch that is known cures this here."))
 
-    Args:
-        finding: What the tracer found.
-        model: The model it was found in.
-    """
-    return () if finding.ordinary else _runnable(_decisions(finding, model))
+
+def _finite(finding: Finding, outcome: Outcome) -> str:
+    if finding.phase not in ("backward", "gradients"):
+        return "finite"
+    return "finite, but for the loss scale, which a GradScaler lowers" if outcome.scaled else "gradients finite"
+
+
+def _untried(patches: tuple[str, ...], why: str) -> Answer:
+    return Answer((f"not tried ({why}): {_line(patches)}",), patches)
+
+
+def _line(patches: Collection[str]) -> str:
+    return f"hfpatch.apply(model, only={list(patches)})"
 
 
 def _decisions(finding: Finding, model: object) -> list[Decision]:
-    """Return the decisions, for this model, on the patches that fix a finding."""
+    """Return the decisions, for this model, on the patches that fix faults of a finding's symptom."""
     entries = registry.entries()
     ids = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers}
     here = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers_where_it_edits}
@@ -108,12 +156,22 @@ def _edits(decision: Decision, module: str) -> bool:
     return any(edit.path == module and isinstance(edit.change, ComputeInFloat32) for edit in decision.edits)
 
 
+def _reaches(decision: Decision, module: str) -> bool:
+    """True if a decision is about the part of the model that a module belongs to."""
+    if decision.edits:
+        return any(inside(e.path, module) or inside(module, e.path) for e in decision.edits)
+    return decision.submodel is None or inside(starred(module), starred(decision.submodel))
+
+
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:
     return tuple(sorted({d.patch for d in decisions if d.decided in ("applied", "opt-in")}))
 
 
-def _unhelpful(decision: Decision) -> str:
-    """Return why a patch that fixes a finding cannot be applied, and what its file suggests instead."""
+def _unhelpful(decision: Decision, module: str) -> str:
+    """Return why a patch that fixes such a fault does not help here, and what its file suggests instead."""
+    if decision.edits:
+        where = decision.submodel or "another part of the model"
+        return f"{decision.patch} fixes such a fault, but edits {where} and not {module}"
     instead = registry.get(decision.patch).patch.suggests if decision.decided == "refused" else ""
     why = f"{decision.patch} fixes this, but is {decision.decided} here: {decision.reason}"
     return f"{why}; {instead}" if instead else why

@@ -7,7 +7,7 @@ overwritten since is detected by its version.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,15 +47,26 @@ class Call:
     def __post_init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = autocast_now()
-        self.random = _Random(self.versions[0][0].device if self.versions else None) if self.module.training else None
+        self.random = _Random(self._device()) if self.module.training else None
+
+    def _device(self) -> torch.device | None:
+        """Return the device that its random numbers are drawn on."""
+        if self.versions:
+            return self.versions[0][0].device
+        return next((p.device for p in self.module.parameters()), None)  # it is given token ids only
 
     @property
     def overwritten(self) -> bool:
         """True if an argument was changed in place since the call."""
         return any(version(tensor) != then for tensor, then in self.versions)
 
+    @property
+    def training(self) -> bool:
+        """True if the module was in training mode."""
+        return self.random is not None
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return its arguments, with copies of the caches as they were."""
+        """Return its arguments, with copies of the caches as they were; a static cache is written to in place."""
         args = tuple(_as_kept(value, self.caches) for value in self.args)
         return args, {name: _as_kept(value, self.caches) for name, value in self.kwargs.items()}
 
@@ -95,6 +106,19 @@ class Call:
                         buffer.copy_(value)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The calls of a traced step, kept until the step has been diagnosed.
+
+    Attributes:
+        calls: By path of the module and number of its calls before this one.
+        changed: What was changed since, so that no call is what it was; empty if nothing was.
+    """
+
+    calls: Mapping[tuple[str, int], Call]
+    changed: str
+
+
 def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
     """Add shallow copies of the caches among arguments to `kept`, once for each cache: layers write to them."""
     for value in values:
@@ -102,18 +126,26 @@ def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
             kept[id(value)] = (value, _shallow(value))
 
 
-def _shallow(cache: Any) -> Any:
+def _shallow(cache: Any, *, cloned: bool = False) -> Any:
+    """Return a copy of a cache whose layers share its keys and values; with `cloned`, none of its tensors.
+
+    The tensors of one element are always cloned: a static cache counts its tokens in one, in place.
+    """
     out = copy.copy(cache)
     for name, value in vars(cache).items():
         if name == "layers":
             out.layers = [copy.copy(layer) for layer in value]
+            for layer in out.layers:
+                for slot, tensor in vars(layer).items():
+                    if isinstance(tensor, torch.Tensor) and (cloned or tensor.numel() == 1):
+                        setattr(layer, slot, tensor.clone())
         elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
-            setattr(out, name, _shallow(value))
+            setattr(out, name, _shallow(value, cloned=cloned))
     return out
 
 
 def _as_kept(value: Any, kept: dict[int, tuple[Any, Any]]) -> Any:
-    return _shallow(kept[id(value)][1]) if id(value) in kept else value
+    return _shallow(kept[id(value)][1], cloned=True) if id(value) in kept else value
 
 
 @cache

@@ -1,0 +1,128 @@
+"""A model, its gradients and every random state, left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hfpatch.compat.modules import scales_weights
+
+DEPTH = 4
+"""Deepest nesting of containers and objects in a module whose content is kept."""
+_KNOWN = frozenset({"torch", "transformers", "peft", "accelerate", "hfpatch", "numpy", *sys.stdlib_module_names})
+_REGISTRIES = frozenset(nn.Module().__dict__)
+_RUNNING: ContextVar[bool] = ContextVar("hfpatch_on_trial", default=False)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def on_trial() -> bool:
+    """True inside `as_before`: what is run now is no call of the user's."""
+    return _RUNNING.get()
+
+
+@contextlib.contextmanager
+def as_before(model: nn.Module) -> Generator[None]:
+    """Leave a model, its gradients and every random state as they were, whatever happens inside.
+
+    Back are: parameters and buffers (identity, and the values of buffers), `.grad`, modes, attributes and hooks of
+    modules, with the content of containers, tensors and objects of the user's own classes in them, and the random
+    states of Python, NumPy and torch.
+    """
+    kept = [(m, dict(m.__dict__), _held(m)) for m in model.modules()]
+    inner = list(_inner(model))
+    written = [p for m in model.modules() if scales_weights(m) for p in m.parameters()]
+    values = [partial(_write, b, b.detach().clone()) for b in (*model.buffers(), *written) if not b.is_meta]
+    grads = {p: p.grad for p in model.parameters()}
+    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    python, numbers = random.getstate(), np.random.get_state()
+    running = _RUNNING.set(True)
+    try:
+        for parameter in grads:
+            parameter.grad = None
+        with torch.random.fork_rng(devices=cards):
+            yield
+    finally:
+        _RUNNING.reset(running)
+        random.setstate(python)
+        np.random.set_state(numbers)
+        for module, attributes, containers in kept:
+            for name in [n for n in module.__dict__ if n not in attributes]:
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for name, before in containers.items():
+                _refill(attributes[name], before)
+        for parameter, grad in grads.items():
+            parameter.grad = grad
+        for put_back in (*inner, *values):
+            put_back()
+
+
+def is_own(value: object) -> bool:
+    """True for an object with attributes whose class is the user's own: a cache of a stream, a counter."""
+    cls = type(value)
+    plain = isinstance(value, (type, nn.Module)) or callable(value) or not hasattr(value, "__dict__")
+    return not plain and cls.__module__.partition(".")[0] not in _KNOWN
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return copies of what a module keeps in dicts, sets and lists: children, parameters, buffers, hooks."""
+    return {n: v.copy() for n, v in module.__dict__.items() if isinstance(v, (dict, set, list))}
+
+
+def _inner(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Yield functions that put back what lies inside the attributes of modules."""
+    seen: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name not in _REGISTRIES:
+                yield from _kept(value, DEPTH, seen)
+
+
+def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[], None]]:
+    if depth == 0 or isinstance(value, (str, bytes, int, float, nn.Parameter)) or id(value) in seen:
+        return
+    seen[id(value)] = value
+    parts: tuple[Any, ...] = ()
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            yield partial(_write, value, value.detach().clone())
+    elif isinstance(value, (dict, list, set, deque)):
+        yield partial(_refill, value, copy.copy(value))  # pyright: ignore[reportUnknownArgumentType]
+        parts = tuple(value.values() if isinstance(value, dict) else value)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, tuple):
+        parts = value
+    elif is_own(value):
+        yield partial(_refill, vars(value), dict(vars(value)))
+        parts = tuple(vars(value).values())
+    for part in parts:
+        yield from _kept(part, depth - 1, seen)
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a container the content that it had."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor the values that it had, if it has others; autograd, which may have saved it, is not told."""
+    if not torch.equal(tensor, value):
+        tensor.data.copy_(value)
