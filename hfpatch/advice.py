@@ -18,6 +18,9 @@ from hfpatch.tracing.trace import Trace
 from hfpatch.trial import Outcome, run_again, whole_call
 
 
+BACKWARD = ("backward", "gradients")
+
+
 def trace(
     model: object,
     *,
@@ -90,51 +93,61 @@ def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
         )
     decisions = _decisions(finding, model)
     here = [d for d in decisions if _reaches(d, finding.module)]
-    ids = _runnable(here)
-    if not ids:
-        of_its_kind = [d for d in here or decisions if d.vital is not None] or here[:1] or decisions[:1]
-        unhelpful = tuple(_unhelpful(d, finding.module) for d in of_its_kind)
-        return Answer((*unhelpful, _unpatched(finding, "other patch" if decisions else "patch")))
     root = root_module(model)
     call = "the traced call was not kept" if kept is None else whole_call(root, kept)
     if isinstance(call, str):
+        here = [d for d in here if _answers(d, finding)]
+    ids = _runnable(here)
+    if not ids:
+        of_its_kind = [d for d in here or decisions if d.vital is not None] or here[:1] or decisions[:1]
+        unhelpful = tuple(_unhelpful(d, finding.module) for d in of_its_kind if _answers(d, finding))
+        return Answer((*unhelpful, _unpatched(finding, "other patch" if unhelpful else "patch")))
+    if isinstance(call, str):
         return _untried(ids, call)
     stock = run_again(root, call, finding)
-    if stock.obstacle:
-        return _untried(ids, stock.obstacle)
-    if stock.finite:
-        return _untried(ids, "run again as it is, the call is finite: it depends on something that has changed since")
+    if stock.raised:
+        return _untried(_runnable([d for d in here if _answers(d, finding)]), stock.raised)
+    if not _shows(finding, stock):
+        why = f"run again as it is, the call is {stock.fault or 'finite'}: it depends on something that has changed"
+        return _untried(_runnable([d for d in here if _answers(d, finding)]), why)
     return _tried(finding, model, ids, partial(run_again, root, call, finding))
+
+
+def _shows(finding: Finding, stock: Outcome) -> bool:
+    """True if the fault occurs again in a run without patches."""
+    if finding.phase in BACKWARD or stock.finding is None:
+        return not stock.finite
+    return (stock.finding.phase, stock.finding.symptom) == (finding.phase, finding.symptom)
 
 
 def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[[Collection[str]], Outcome]) -> Answer:
     """Return what came of these patches, each alone, then together with those that answer what is left."""
     failed: list[str] = []
     union = set(ids)
-    for chosen in [*((name,) for name in ids), ()]:
-        patches = chosen or tuple(sorted(union))
-        if not chosen and len(patches) == 1:
+    for alone in (*ids, None):
+        patches = tuple(sorted(union)) if alone is None else (alone,)
+        if alone is None and len(patches) == 1:
             break
         outcome = run(patches)
-        if outcome.obstacle:
-            return _untried(patches, outcome.obstacle)
+        if outcome.short_of_memory:
+            return _untried(patches, outcome.raised)
         if outcome.finite:
             return Answer((f"tried on this call: {_finite(finding, outcome)}: {_line(patches)}",), patches, tried=True)
-        failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault}")
-        if outcome.finding is not None:
-            left = outcome.finding
+        failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault or outcome.raised}")
+        if (left := outcome.finding) is not None:
             union |= {*_runnable([d for d in _decisions(left, model) if _reaches(d, left.module)])}
-    return Answer((*failed, "No patch that is known cures this here."))
+    return Answer((*failed, "No patch that is known cures it here."))
 
 
 def _finite(finding: Finding, outcome: Outcome) -> str:
-    if finding.phase not in ("backward", "gradients"):
+    if finding.phase not in BACKWARD:
         return "finite"
     return "finite, but for the loss scale, which a GradScaler lowers" if outcome.scaled else "gradients finite"
 
 
 def _untried(patches: tuple[str, ...], why: str) -> Answer:
-    return Answer((f"not tried ({why}): {_line(patches)}",), patches)
+    what = _line(patches) if patches else "no patch is known for this without a trial"
+    return Answer((f"not tried ({why}): {what}",), patches)
 
 
 def _line(patches: Collection[str]) -> str:
@@ -148,12 +161,18 @@ def _decisions(finding: Finding, model: object) -> list[Decision]:
     here = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers_where_it_edits}
     if not ids | here:
         return []
-    decisions = plan(model, exclude=entries.keys() - (ids | here)).decisions
-    return [d for d in decisions if d.patch in ids or (d.patch in here and _edits(d, finding.module))]
+    return [
+        d
+        for d in plan(model, exclude=entries.keys() - (ids | here)).decisions
+        if d.patch in ids or any(edit.path == finding.module for edit in d.edits)
+    ]
 
 
-def _edits(decision: Decision, module: str) -> bool:
-    return any(edit.path == module and isinstance(edit.change, ComputeInFloat32) for edit in decision.edits)
+def _answers(decision: Decision, finding: Finding) -> bool:
+    """True if a patch is declared to fix a fault, so that it can be named without a trial."""
+    patch = registry.get(decision.patch).patch
+    edits = (e for e in decision.edits if e.path == finding.module and isinstance(e.change, ComputeInFloat32))
+    return finding.symptom in patch.answers or next(edits, None) is not None
 
 
 def _reaches(decision: Decision, module: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,18 +33,20 @@ class Outcome:
         fault: The first fault in words; empty if every tensor of the run is finite, or not finite on purpose.
         finding: The same as the tracer's finding; None if there is no fault, or only a parameter's gradient is bad.
         scaled: True if gradients are not finite for their loss scale alone, which a GradScaler lowers.
-        obstacle: Why the call could not be run again; empty if it was.
+        raised: Why the call could not be run to its end; empty if it was.
+        short_of_memory: True if that was for want of memory.
     """
 
     fault: str = ""
     finding: Finding | None = None
     scaled: bool = False
-    obstacle: str = ""
+    raised: str = ""
+    short_of_memory: bool = False
 
     @property
     def finite(self) -> bool:
         """True if the call was run and nothing was wrong."""
-        return not (self.fault or self.obstacle)
+        return not (self.fault or self.raised)
 
 
 def whole_call(root: nn.Module, kept: Kept) -> Call | str:
@@ -87,9 +89,9 @@ def run_again(root: nn.Module, call: Call, finding: Finding, patches: Collection
         with torch.inference_mode(mode=False), as_before(root), _patched(root, patches):
             return _run(call, finding.module, backward=backward)
     except torch.OutOfMemoryError:
-        return Outcome(obstacle="there is not enough memory to run the call again")
+        return Outcome(raised="there is not enough memory to run the call again", short_of_memory=True)
     except Exception as error:  # noqa: BLE001 - the model's code may raise anything when it is run a second time
-        return Outcome(obstacle=f"running the call again failed: {first_line(error)}")
+        return Outcome(raised=f"running the call again failed: {first_line(error)}")
 
 
 @contextmanager
@@ -113,14 +115,15 @@ def _run(call: Call, module: str, *, backward: bool) -> Outcome:
             output = nn.Module.__call__(call.module, *args, **kwargs)
             if backward:
                 if any(not bool(g.isfinite().all()) for g in call.grads.values()):
-                    return Outcome(obstacle="the gradients that came into the model were not finite")
+                    return Outcome(raised="the gradients that came into the model were not finite")
                 bad = _bad_gradients(call, dict(floating(output)), given)
     place = traced.places.enclosing(module.removeprefix(call.path).removeprefix("."))
     if not any(e.role == "output" and inside(e.module, place or "") for step in traced.steps for e in step.events):
-        return Outcome(obstacle=f"when the call was run again, {place or 'the model'} was not run")
+        return Outcome(raised=f"when the call was run again, {place or 'the model'} was not run")
     found = next((f for f in traced.findings if not f.ordinary), None)
     if found is not None:
-        return Outcome(f"still {'NaN' if 'NaN' in found.holds else found.holds}: {found.fault}", found)
+        found = replace(found, module=f"{call.path}.{found.module}".strip("."))
+        return Outcome(f"still {'NaN' if 'NaN' in found.holds else 'Inf'}: {found.fault}", found)
     if traced.findings:
         return Outcome(scaled=True)
     return Outcome(f"the gradients of {len(bad)} parameters are not finite, {bad[0]} first" if bad else "")
@@ -138,7 +141,7 @@ def _bad_gradients(call: Call, outputs: dict[str, torch.Tensor], given: list[tor
     if not pairs or not ends:
         raise RuntimeError("its outputs have no autograd graph")
     starts = [g.to(out.dtype) for out, g in pairs]
-    grads = torch.autograd.grad([out for out, _ in pairs], ends, starts, allow_unused=True)
+    grads: tuple[torch.Tensor | None, ...] = torch.autograd.grad([o for o, _ in pairs], ends, starts, allow_unused=True)
     return [n for (n, _), g in zip(named, grads, strict=False) if g is not None and not bool(g.isfinite().all())]
 
 

@@ -129,7 +129,7 @@ def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
 def _shallow(cache: Any, *, cloned: bool = False) -> Any:
     """Return a copy of a cache whose layers share its keys and values; with `cloned`, none of its tensors.
 
-    The tensors of one element are always cloned: a static cache counts its tokens in one, in place.
+    Tensors of one element are always cloned: a static cache counts its tokens in one, in place.
     """
     out = copy.copy(cache)
     for name, value in vars(cache).items():
@@ -139,9 +139,19 @@ def _shallow(cache: Any, *, cloned: bool = False) -> Any:
                 for slot, tensor in vars(layer).items():
                     if isinstance(tensor, torch.Tensor) and (cloned or tensor.numel() == 1):
                         setattr(layer, slot, tensor.clone())
+                if cloned:
+                    _clear_unwritten(layer)
         elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
             setattr(out, name, _shallow(value, cloned=cloned))
     return out
+
+
+def _clear_unwritten(layer: Any) -> None:
+    """Set to 0, as before the call, what a static layer holds beyond the tokens that it had counted."""
+    count = getattr(layer, "cumulative_length", None)
+    for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+        if isinstance(count, torch.Tensor) and count.numel() == 1 and isinstance(tensor, torch.Tensor):
+            tensor[..., int(count) :, :] = 0
 
 
 def _as_kept(value: Any, kept: dict[int, tuple[Any, Any]]) -> Any:

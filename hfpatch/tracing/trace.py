@@ -206,7 +206,9 @@ class Trace(Shown):
         try:
             found = diagnosis.finding()
             if found is not None and answered and found.sort not in self._answered and len(self._answered) < ANSWERED:
-                self._answered[found.sort] = self.answers(found, Kept(watch.calls, self._changed()))
+                answer = self.answers(found, Kept(watch.calls, self._changed()))
+                first = not self._answered  # of later sorts, which may follow from it, only what a patch does is told
+                self._answered[found.sort] = answer if first or answer.patches else Answer(())
         finally:
             self._busy = False
             watch.forget()
@@ -290,7 +292,7 @@ class Trace(Shown):
         return largest(self.steps, count)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return findings, advice, patches, and the statistics of every tensor of every traced step, as plain values."""
+        """Return findings, advice, patches, and the statistics of every tensor of every step, as plain values."""
         self._asked()
         found = views.to_dict(self.steps, self.findings, self.intentional)
         return {**found, "advice": list(self.advice), "patches": list(self.patches)}
