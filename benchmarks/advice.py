@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import copy
 import os
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -239,11 +238,10 @@ def others(make: Callable[[], Planted], found: Any) -> list[tuple[str, ...]]:
 def planted() -> dict[str, Callable[[], Planted]]:
     """The faults by name."""
     import torch
-
     from hfpatch.patches.shared.fp32_attention_logits import FAILING, PADDED
 
-    from hfpatch.lab.tiny import SpeechLLM, rescale, tiny_model
     from hfpatch.lab.overflow import overflow
+    from hfpatch.lab.tiny import SpeechLLM, rescale, tiny_model
     from hfpatch.patching.verifying.trial import inputs_of
 
     ids = (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
@@ -304,7 +302,9 @@ def planted() -> dict[str, Callable[[], Planted]]:
         exact = copy.deepcopy(model).float()
 
         def inputs(m: Any) -> dict[str, Any]:
-            held = DynamicCache(config=m.config) if kind == "dynamic" else StaticCache(config=m.config, max_cache_len=32)
+            held = (
+                DynamicCache(config=m.config) if kind == "dynamic" else StaticCache(config=m.config, max_cache_len=32)
+            )
             with torch.no_grad():
                 exact(ids[:, :4], past_key_values=held, use_cache=True)
             for layer in held.layers:

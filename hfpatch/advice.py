@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
+from hfpatch.foretold import foretold
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
 from hfpatch.model.walk import inside, root_module, starred
 from hfpatch.patching import registry
@@ -16,7 +17,6 @@ from hfpatch.tracing.calls import Kept
 from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.trace import Trace
 from hfpatch.trial import Outcome, run_again, whole_call
-
 
 BACKWARD = ("backward", "gradients")
 
@@ -70,6 +70,7 @@ def trace(
         backward=backward,
         level=level,
         answers=lambda finding, kept: answer(finding, model, kept),
+        foretold=lambda found: foretold(found, model),
         progress=progress,
     )
 

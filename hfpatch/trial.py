@@ -141,8 +141,8 @@ def _bad_gradients(call: Call, outputs: dict[str, torch.Tensor], given: list[tor
     if not pairs or not ends:
         raise RuntimeError("its outputs have no autograd graph")
     starts = [g.to(out.dtype) for out, g in pairs]
-    grads: tuple[torch.Tensor | None, ...] = torch.autograd.grad([o for o, _ in pairs], ends, starts, allow_unused=True)
-    return [n for (n, _), g in zip(named, grads, strict=False) if g is not None and not bool(g.isfinite().all())]
+    given_back: Any = torch.autograd.grad([o for o, _ in pairs], ends, starts, allow_unused=True)
+    return [n for (n, _), g in zip(named, given_back, strict=False) if g is not None and not bool(g.isfinite().all())]
 
 
 def _copied(value: Any, leaves: list[torch.Tensor], depth: int = DEPTH) -> Any:
