@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal
 
 from hfpatch.foretold import foretold
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
+from hfpatch.model.survey import Survey
 from hfpatch.model.walk import inside, root_module, starred
 from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
@@ -93,7 +94,7 @@ def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
             ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
         )
     decisions = _decisions(finding, model)
-    here = [d for d in decisions if _reaches(d, finding.module)]
+    here = _reaching(decisions, finding, model)
     root = root_module(model)
     call = "the traced call was not kept" if kept is None else whole_call(root, kept)
     if isinstance(call, str):
@@ -136,7 +137,7 @@ def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[
             return Answer((f"tried on this call: {_finite(finding, outcome)}: {_line(patches)}",), patches, tried=True)
         failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault or outcome.raised}")
         if (left := outcome.finding) is not None:
-            union |= {*_runnable([d for d in _decisions(left, model) if _reaches(d, left.module)])}
+            union |= {*_runnable(_reaching(_decisions(left, model), left, model))}
     return Answer((*failed, "No patch that is known cures it here."))
 
 
@@ -176,11 +177,18 @@ def _answers(decision: Decision, finding: Finding) -> bool:
     return finding.symptom in patch.answers or next(edits, None) is not None
 
 
-def _reaches(decision: Decision, module: str) -> bool:
-    """True if a decision is about the part of the model that a module belongs to."""
-    if decision.edits:
-        return any(inside(e.path, module) or inside(module, e.path) for e in decision.edits)
-    return decision.submodel is None or inside(starred(module), starred(decision.submodel))
+def _reaching(decisions: Iterable[Decision], finding: Finding, model: object) -> list[Decision]:
+    """Return the decisions about the part of the model where the fault is: its stack of layers, else its module."""
+    module = finding.module
+    stacks = [stack.path for each in Survey(model).stacks.values() for stack in each if inside(module, stack.path)]
+    part = max(stacks, key=len, default=module)
+
+    def reaches(decision: Decision) -> bool:
+        if decision.edits:
+            return any(inside(e.path, part) or inside(module, e.path) for e in decision.edits)
+        return decision.submodel is None or inside(starred(module), starred(decision.submodel))
+
+    return [d for d in decisions if reaches(d)]
 
 
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:

@@ -49,25 +49,21 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         NotAModelError: `given` holds no torch module.
     """
     found, declared = object_of(given, trust_remote_code=trust_remote_code)
-    return replace(facts_of(found, declared), float16=_needs(found))
+    info = facts_of(found, declared)
+    return replace(info, float16=_needs(found, [stack.path for stack in info.stacks]))
 
 
-def _needs(model: object) -> tuple[str, ...]:
-    """Return what patches do about each stack of layers in float16, a sentence each, those without one first."""
+def _needs(model: object, stacks: Sequence[str]) -> tuple[str, ...]:
+    """Return what patches do about each stack of layers in float16, a sentence each, those that none serves first."""
     try:
         decisions = stream_decisions(model, "float16")
     except ConflictError as error:  # the model carries edits for another dtype
         return (f"not planned: {error}",)
-    survey = Survey(model)
-    rows = {row.path: row for row in unserved(survey, torch.float16)}
-    served: list[str] = []
-    refused: list[str] = []
-    for stack in (stack for each in survey.stacks.values() for stack in each):
-        words = _served(stack.path, decisions, rows.get(starred(stack.path)))
-        (served if words.endswith(SERVED) else refused).append(f"{stack.path}: {words}")
-    known = {starred(line.partition(":")[0]) for line in (*served, *refused)}
-    refused += [f"{path}: {_served(path, (), row)}" for path, row in rows.items() if path not in known]
-    return (*refused, *served)
+    beside = any(d.code == "not-served" and d.submodel is not None for d in decisions)
+    rows = {row.path: row for row in unserved(Survey(model), torch.float16)} if beside else {}
+    every = {starred(path): path for path in stacks} | {path: path for path in rows}
+    lines = [f"{path}: {_served(path, decisions, rows.get(place))}" for place, path in every.items()]
+    return tuple(sorted(lines, key=lambda line: line.endswith(SERVED)))
 
 
 def foretold(found: Headroom, model: object) -> tuple[str, ...]:
@@ -84,7 +80,11 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
     if not over or found.dtype not in PLANNED:
         return ()
     survey = Survey(model)
-    decisions = stream_decisions(model, found.dtype)
+    try:
+        decisions = stream_decisions(model, found.dtype)
+    except ConflictError as error:  # the model carries edits for another dtype
+        return (f"not planned: {error}",)
+    edited = {e.path: d.patch for d in decisions for e in d.edits}
     wide = {e.path for d in decisions for e in d.edits if isinstance(e.change, ComputeInFloat32)}
     stacks = [stack for each in survey.stacks.values() for stack in each]
     rows = {row.path: row for row in unserved(survey, getattr(torch, found.dtype))}
@@ -104,7 +104,9 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
         kinds.setdefault(starred(tensor.module), []).append(tensor)
     for same in list(kinds.values())[:3]:
         more = f" (and {len(same) - 1} more of its kind)" if len(same) > 1 else ""
-        said.append(f"{_reaches(same[0], limit)}{more}: no patch serves it")
+        patch = edited.get(same[0].module)  # the layer's sum may be made in it, as in Bloom's attention
+        words = f"a plan does not tell; a trace in {found.dtype} tries {patch}" if patch else "no patch serves it"
+        said.append(f"{_reaches(same[0], limit)}{more}: {words}")
     if len(kinds) > 3:
         said.append(f"nor {sum(map(len, list(kinds.values())[3:]))} other tensors")
     return (*said, *served)

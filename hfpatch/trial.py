@@ -126,7 +126,8 @@ def _run(call: Call, module: str, *, backward: bool) -> Outcome:
         return Outcome(f"still {'NaN' if 'NaN' in found.holds else 'Inf'}: {found.fault}", found)
     if traced.findings:
         return Outcome(scaled=True)
-    return Outcome(f"the gradients of {len(bad)} parameters are not finite, {bad[0]} first" if bad else "")
+    more = f" and those of {len(bad) - 1} more" if len(bad) > 1 else ""
+    return Outcome(f"still gradients that are not finite, of {bad[0]}{more}" if bad else "")
 
 
 def _bad_gradients(call: Call, outputs: dict[str, torch.Tensor], given: list[torch.Tensor]) -> list[str]:

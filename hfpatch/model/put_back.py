@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hfpatch.compat.modules import scales_weights
+from hfpatch.compat.modules import buffers, scales_weights
 
 DEPTH = 4
 """Deepest nesting of containers and objects in a module whose content is kept."""
@@ -39,14 +39,14 @@ def on_trial() -> bool:
 def as_before(model: nn.Module) -> Generator[None]:
     """Leave a model, its gradients and every random state as they were, whatever happens inside.
 
-    Back are: parameters and buffers (identity, and the values of buffers), `.grad`, modes, attributes and hooks of
-    modules, with the content of containers, tensors and objects of the user's own classes in them, and the random
-    states of Python, NumPy and torch.
+    Back are: parameters and buffers (inside, modules have copies of their buffers), `.grad`, modes, attributes and
+    hooks of modules, with the content of containers, tensors and objects of the user's own classes in them, and the
+    random states of Python, NumPy and torch.
     """
     kept = [(m, dict(m.__dict__), _held(m)) for m in model.modules()]
     inner = list(_inner(model))
     written = [p for m in model.modules() if scales_weights(m) for p in m.parameters()]
-    values = [partial(_write, b, b.detach().clone()) for b in (*model.buffers(), *written) if not b.is_meta]
+    values = [partial(_write, p, p.detach().clone()) for p in written if not p.is_meta]
     grads = {p: p.grad for p in model.parameters()}
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python, numbers = random.getstate(), np.random.get_state()
@@ -54,6 +54,7 @@ def as_before(model: nn.Module) -> Generator[None]:
     try:
         for parameter in grads:
             parameter.grad = None
+        _copy_buffers(model)
         with torch.random.fork_rng(devices=cards):
             yield
     finally:
@@ -77,6 +78,18 @@ def is_own(value: object) -> bool:
     cls = type(value)
     plain = isinstance(value, (type, nn.Module)) or callable(value) or not hasattr(value, "__dict__")
     return not plain and cls.__module__.partition(".")[0] not in _KNOWN
+
+
+def _copy_buffers(model: nn.Module) -> None:
+    """Give modules copies of their buffers: autograd, which may have saved them, forbids that they are written to."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        held = buffers(module)
+        for name, buffer in held.items():
+            if buffer is not None and not buffer.is_meta:
+                if buffer not in copies:
+                    copies[buffer] = buffer.detach().clone()
+                held[name] = copies[buffer]
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
