@@ -1,4 +1,4 @@
-"""Matches the findings of a trace with the patches that fix them."""
+"""`hfpatch.trace`, and what its findings are answered with: the patches, tried on the traced call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hfpatch.foretold import foretold
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import inside, root_module, starred
+from hfpatch.patch_trial import Outcome, run_again, whole_call
 from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
@@ -17,7 +18,6 @@ from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.tracing.calls import Kept
 from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.trace import Trace
-from hfpatch.trial import Outcome, run_again, whole_call
 
 BACKWARD = ("backward", "gradients")
 
@@ -42,8 +42,11 @@ def trace(
     not changed. In steps that were not chosen only the calls of the model are counted; after the last listed step all
     hooks are removed. In a traced step the arguments and gradients of the blocks are kept until the step is over, and
     on a GPU the statistics are read with one synchronisation. If a tensor is not finite, the block that produced it is
-    run again and its operations are watched. Each rank traces its own part of the model. The statistics of every
-    traced step are kept, about 1 kB per tensor: in a long run, choose steps.
+    run again and its operations are watched. Then, for the first finding of each sort, the patches that answer it are
+    tried: they are applied, the model's whole call is run again without and with them, and everything is put back
+    (`.advice`, `.patches`). That costs about two more passes, once for a sort and not once for a step. Each rank traces
+    its own part of the model. The statistics of every traced step are kept, about 1 kB per tensor: in a long run,
+    choose steps.
 
     Args:
         model: A model, wrapped or not, or an object whose `.model` is one. A compiled model runs uncompiled while it is
@@ -93,7 +96,10 @@ def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
         return Answer(
             ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
         )
-    decisions = _decisions(finding, model)
+    try:
+        decisions = _decisions(finding, model)
+    except Exception as error:  # noqa: BLE001 - a registered patch may raise anything, and training goes on
+        return Answer((f"no patch could be planned: {type(error).__name__}: {error}",))
     here = _reaching(decisions, finding, model)
     root = root_module(model)
     call = "the traced call was not kept" if kept is None else whole_call(root, kept)

@@ -206,6 +206,8 @@ class Trace(Shown):
         try:
             found = diagnosis.finding()
             if found is not None and answered and found.sort not in self._answered and len(self._answered) < ANSWERED:
+                for key in [k for k in watch.calls if k[0] not in self.places.containers]:
+                    del watch.calls[key]  # what blocks were given is not needed any more, and may be large
                 answer = self.answers(found, Kept(watch.calls, self._changed()))
                 first = not self._answered  # of later sorts, which may follow from it, only what a patch does is told
                 self._answered[found.sort] = answer if first or answer.patches else Answer(())
