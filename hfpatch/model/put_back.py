@@ -19,7 +19,11 @@ from torch import nn
 from hfpatch.compat.modules import buffers, scales_weights
 
 DEPTH = 4
-"""Deepest nesting of containers and objects in a module whose content is kept."""
+"""Deepest nesting of containers in a module whose content is kept."""
+LARGE = 2**28
+"""Bytes from which a tensor that is no buffer is not copied: a data set that hangs on a module, not its state."""
+PACKED = 2**20
+"""Elements from which an integer buffer is left in place: packed weights, which no forward writes to."""
 _KNOWN = frozenset({"torch", "transformers", "peft", "accelerate", "hfpatch", "numpy", *sys.stdlib_module_names})
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _RUNNING: ContextVar[bool] = ContextVar("hfpatch_on_trial", default=False)
@@ -86,7 +90,8 @@ def _copy_buffers(model: nn.Module) -> None:
     for module in model.modules():
         held = buffers(module)
         for name, buffer in held.items():
-            if buffer is not None and not buffer.is_meta:
+            packed = buffer is not None and not buffer.is_floating_point() and buffer.numel() > PACKED
+            if buffer is not None and not buffer.is_meta and not packed:
                 if buffer not in copies:
                     copies[buffer] = buffer.detach().clone()
                 held[name] = copies[buffer]
@@ -106,24 +111,26 @@ def _inner(model: nn.Module) -> Iterator[Callable[[], None]]:
                 yield from _kept(value, DEPTH, seen)
 
 
-def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[], None]]:
+def _kept(value: Any, depth: int, seen: dict[int, Any], *, objects: bool = True) -> Iterator[Callable[[], None]]:
+    """Yield functions that put back a tensor, or what a container or an object holds; not objects inside objects."""
     if depth == 0 or isinstance(value, (str, bytes, int, float, nn.Parameter)) or id(value) in seen:
         return
     seen[id(value)] = value
     parts: tuple[Any, ...] = ()
     if isinstance(value, torch.Tensor):
-        if not value.is_meta:
+        if not value.is_meta and value.nbytes < LARGE:
             yield partial(_write, value, value.detach().clone())
     elif isinstance(value, (dict, list, set, deque)):
         yield partial(_refill, value, copy.copy(value))  # pyright: ignore[reportUnknownArgumentType]
         parts = tuple(value.values() if isinstance(value, dict) else value)  # pyright: ignore[reportUnknownArgumentType]
     elif isinstance(value, tuple):
         parts = value
-    elif is_own(value):
+    elif objects and is_own(value):
+        objects = False
         yield partial(_refill, vars(value), dict(vars(value)))
         parts = tuple(vars(value).values())
     for part in parts:
-        yield from _kept(part, depth - 1, seen)
+        yield from _kept(part, depth - 1, seen, objects=objects)
 
 
 def _refill(container: Any, before: Any) -> None:
