@@ -97,9 +97,13 @@ def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
             ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
         )
     try:
-        decisions = _decisions(finding, model)
+        return _answer(finding, model, kept)
     except Exception as error:  # noqa: BLE001 - a registered patch may raise anything, and training goes on
-        return Answer((f"no patch could be planned: {type(error).__name__}: {error}",))
+        return Answer((f"the patches could not be planned: {type(error).__name__}: {error}",))
+
+
+def _answer(finding: Finding, model: object, kept: Kept | None) -> Answer:
+    decisions = _decisions(finding, model)
     here = _reaching(decisions, finding, model)
     root = root_module(model)
     call = "the traced call was not kept" if kept is None else whole_call(root, kept)

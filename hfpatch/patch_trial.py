@@ -88,7 +88,7 @@ def run_again(root: nn.Module, call: Call, finding: Finding, patches: Collection
     try:
         with torch.inference_mode(mode=False), as_before(root), _patched(root, patches):
             return _run(call, finding.module, backward=backward)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         return Outcome(raised="there is not enough memory to run the call again", short_of_memory=True)
     except Exception as error:  # noqa: BLE001 - the model's code may raise anything when it is run a second time
         return Outcome(raised=f"running the call again failed: {first_line(error)}")

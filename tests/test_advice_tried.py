@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from hfpatch.guarding.guard import Guard
 from hfpatch.lab.composites_lora import peft_qv
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.tiny import SpeechLLM, rescale, tiny_model
-from hfpatch.patching import edits, select
+from hfpatch.model.put_back import on_trial
+from hfpatch.patching import edits, registry, select
 from hfpatch.patching.context import Target
 from hfpatch.patching.language import Case, Needed, Patch
 from hfpatch.patching.verifying.trial import inputs_of
@@ -270,6 +272,18 @@ class TestBackward:
         assert t.advice[0].startswith("amplify, tried on this call: running the call again failed: ")
 
 
+def test_a_registered_patch_that_raises_does_not_end_the_training(ids: torch.Tensor, amplify: Any) -> None:
+    amplify(1.0)
+    entry = registry.get("amplify")
+
+    def condition(_: Any) -> Any:
+        raise ZeroDivisionError("a fault of the patch")
+
+    hfpatch.unregister("amplify")
+    hfpatch.register(replace(entry.patch, condition=condition), id="amplify")
+    assert backward(Chain()).advice == ("the patches could not be planned: ZeroDivisionError: a fault of the patch",)
+
+
 def llava(vision: Any, **more: Any) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)
@@ -413,6 +427,19 @@ class TestNothingIsLeft:
         (line,) = t.advice
         assert line.startswith("not tried (running the call again failed: this stream has ended): hfpatch.apply(")
         assert mark.used is True
+
+    @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+    def test_where_memory_does_not_allow_it_that_is_said(self, gemma: Any, ids: torch.Tensor, error: Any) -> None:
+        class Large(Overflows):
+            def forward(self, input_ids: torch.Tensor) -> Any:
+                if on_trial():
+                    raise error("out of memory")
+                return self.llm(input_ids)
+
+        with hfpatch.trace(Large(gemma)) as t, torch.no_grad():
+            t.model(ids)
+        (line,) = t.advice
+        assert line.startswith("not tried (there is not enough memory to run the call again): hfpatch.apply(model, ")
 
     def test_an_iterator_is_not_used_up(self, gemma: Any, ids: torch.Tensor) -> None:
         class Draws(Overflows):

@@ -54,15 +54,16 @@ def as_before(model: nn.Module) -> Generator[None]:
     grads = {p: p.grad for p in model.parameters()}
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python, numbers = random.getstate(), np.random.get_state()
-    running = _RUNNING.set(True)
+    running = _RUNNING.get()
     try:
+        _RUNNING.set(True)
         for parameter in grads:
             parameter.grad = None
         _copy_buffers(model)
         with torch.random.fork_rng(devices=cards):
             yield
     finally:
-        _RUNNING.reset(running)
+        _RUNNING.set(running)
         random.setstate(python)
         np.random.set_state(numbers)
         for module, attributes, containers in kept:
