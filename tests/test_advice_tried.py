@@ -67,7 +67,7 @@ class TestCured:
         ("architecture", "patch"),
         [
             ("llama", STREAM),
-            ("opt", STREAM),
+            pytest.param("opt", STREAM, marks=pytest.mark.slow),
             ("bloom", STREAM),  # the sum is made inside its attention
             pytest.param("gpt2", STREAM, marks=pytest.mark.slow),
             pytest.param("mbart", STREAM, marks=pytest.mark.slow),
@@ -474,6 +474,7 @@ class TestNothingIsLeft:
             loss.backward()
         assert t.advice == (CURED,)
 
+    @pytest.mark.slow
     def test_an_interruption(self, gemma: Any, ids: torch.Tensor) -> None:
         """Ctrl-C at one operation after the other, of the diagnosis and of the trials."""
 
@@ -498,7 +499,7 @@ class TestNothingIsLeft:
         run(counter)
         every = -counter.left
         before, random = fingerprint(gemma), torch.get_rng_state()
-        for at in range(1, every, every // 12):
+        for at in range(1, every, every // 6):
             with pytest.raises(KeyboardInterrupt):
                 run(Interrupt(at))
             assert fingerprint(gemma) == before
