@@ -7,6 +7,7 @@ from .advice import trace as trace
 from .blackbox.box import BlackBox as BlackBox
 from .blackbox.bundle import Bundle as Bundle
 from .blackbox.rerun import Rerun as Rerun
+from .foretold import inspect as inspect
 from .guarding.callback import GuardCallback as GuardCallback
 from .guarding.checking.hazard import Hazards as Hazards
 from .guarding.checking.hazards import check as check
@@ -16,7 +17,6 @@ from .guarding.helpers import gradient_report as gradient_report
 from .guarding.helpers import validate_loss as validate_loss
 from .guarding.outcome import Outcome as Outcome
 from .inspecting.info import ModelInfo as ModelInfo
-from .inspecting.inspect import inspect as inspect
 from .lora.config import lora_config as lora_config
 from .lora.targets import LoraTargets as LoraTargets
 from .lora.targets import lora_targets as lora_targets

@@ -1,17 +1,25 @@
-"""Matches the findings of a trace with the patches that fix them."""
+"""`hfpatch.trace`, and what its findings are answered with: the patches, tried on the traced call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Literal
 
+from hfpatch.foretold import foretold
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
+from hfpatch.model.survey import Survey
+from hfpatch.model.walk import inside, root_module, starred
+from hfpatch.patch_trial import Outcome, run_again, whole_call
 from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
-from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.calls import Kept
+from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.trace import Trace
+
+BACKWARD = ("backward", "gradients")
 
 
 def trace(
@@ -34,8 +42,11 @@ def trace(
     not changed. In steps that were not chosen only the calls of the model are counted; after the last listed step all
     hooks are removed. In a traced step the arguments and gradients of the blocks are kept until the step is over, and
     on a GPU the statistics are read with one synchronisation. If a tensor is not finite, the block that produced it is
-    run again and its operations are watched. Each rank traces its own part of the model. The statistics of every
-    traced step are kept, about 1 kB per tensor: in a long run, choose steps.
+    run again and its operations are watched. Then, for the first finding of each sort, the patches that answer it are
+    tried: they are applied, the model's whole call is run again without and with them, and everything is put back
+    (`.advice`, `.patches`). That costs about two more passes, once for a sort and not once for a step. Each rank traces
+    its own part of the model. The statistics of every traced step are kept, about 1 kB per tensor: in a long run,
+    choose steps.
 
     Args:
         model: A model, wrapped or not, or an object whose `.model` is one. A compiled model runs uncompiled while it is
@@ -62,58 +73,143 @@ def trace(
         ranks=ranks,
         backward=backward,
         level=level,
-        answers=lambda finding: advice(finding, model),
+        answers=lambda finding, kept: answer(finding, model, kept),
+        foretold=lambda found: foretold(found, model),
         progress=progress,
     )
 
 
-def advice(finding: Finding, model: object) -> tuple[str, ...]:
-    """Return what to try for a finding: the call that applies the patches that fix it, or why there is none.
+def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
+    """Return what is known of the patches for a finding; those that could fix it are tried on the kept call.
+
+    A patch is named only if it changes the part where the fault is, and if the call was finite with it: in every
+    module, and for a fault of the backward pass in every gradient. If none is enough alone, those that answer the
+    finding and those that answer what is left are tried together, once. First the call is run again as it is: if the
+    fault does not show, a trial would prove nothing, and that is said.
 
     Args:
         finding: What the tracer found.
         model: The model it was found in.
+        kept: The calls of its step; None if they are gone, so that nothing can be tried.
     """
     if finding.ordinary:
-        return ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
+        return Answer(
+            ("No patch is needed: a GradScaler skips this step and halves its scale; keep a guard on the run.",)
+        )
+    try:
+        return _answer(finding, model, kept)
+    except Exception as error:  # noqa: BLE001 - a registered patch may raise anything, and training goes on
+        return Answer((f"the patches could not be planned: {type(error).__name__}: {error}",))
+
+
+def _answer(finding: Finding, model: object, kept: Kept | None) -> Answer:
     decisions = _decisions(finding, model)
-    if runnable := _runnable(decisions):
-        return (f"try: hfpatch.apply(model, only={list(runnable)})",)
-    of_its_kind = [d for d in decisions if d.vital is not None] or decisions[:1]  # others are for other architectures
-    return (*map(_unhelpful, of_its_kind), _unpatched(finding, "other patch" if decisions else "patch"))
+    here = _reaching(decisions, finding, model)
+    root = root_module(model)
+    call = "the traced call was not kept" if kept is None else whole_call(root, kept)
+    if isinstance(call, str):
+        here = [d for d in here if _answers(d, finding)]
+    ids = _runnable(here)
+    if not ids:
+        of_its_kind = [d for d in here or decisions if d.vital is not None] or here[:1] or decisions[:1]
+        unhelpful = tuple(_unhelpful(d, finding.module) for d in of_its_kind if _answers(d, finding))
+        return Answer((*unhelpful, _unpatched(finding, "other patch" if unhelpful else "patch")))
+    if isinstance(call, str):
+        return _untried(ids, call)
+    stock = run_again(root, call, finding)
+    if stock.raised:
+        return _untried(_runnable([d for d in here if _answers(d, finding)]), stock.raised)
+    if not _shows(finding, stock):
+        why = f"run again as it is, the call is {stock.fault or 'finite'}: it depends on something that has changed"
+        return _untried(_runnable([d for d in here if _answers(d, finding)]), why)
+    return _tried(finding, model, ids, partial(run_again, root, call, finding))
 
 
-def answering(finding: Finding, model: object) -> tuple[str, ...]:
-    """Return the ids of the patches that fix a finding and can be applied to this model; empty if none is needed.
+def _shows(finding: Finding, stock: Outcome) -> bool:
+    """True if the fault occurs again in a run without patches."""
+    if finding.phase in BACKWARD or stock.finding is None:
+        return not stock.finite
+    return (stock.finding.phase, stock.finding.symptom) == (finding.phase, finding.symptom)
 
-    Args:
-        finding: What the tracer found.
-        model: The model it was found in.
-    """
-    return () if finding.ordinary else _runnable(_decisions(finding, model))
+
+def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[[Collection[str]], Outcome]) -> Answer:
+    """Return what came of these patches, each alone, then together with those that answer what is left."""
+    failed: list[str] = []
+    union = set(ids)
+    for alone in (*ids, None):
+        patches = tuple(sorted(union)) if alone is None else (alone,)
+        if alone is None and len(patches) == 1:
+            break
+        outcome = run(patches)
+        if outcome.short_of_memory:
+            return _untried(patches, outcome.raised)
+        if outcome.finite:
+            return Answer((f"tried on this call: {_finite(finding, outcome)}: {_line(patches)}",), patches, tried=True)
+        failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault or outcome.raised}")
+        if (left := outcome.finding) is not None:
+            union |= {*_runnable(_reaching(_decisions(left, model), left, model))}
+    return Answer((*failed, "No patch that is known cures it here."))
+
+
+def _finite(finding: Finding, outcome: Outcome) -> str:
+    if finding.phase not in BACKWARD:
+        return "finite"
+    return "finite, but for the loss scale, which a GradScaler lowers" if outcome.scaled else "gradients finite"
+
+
+def _untried(patches: tuple[str, ...], why: str) -> Answer:
+    what = _line(patches) if patches else "no patch is known for this without a trial"
+    return Answer((f"not tried ({why}): {what}",), patches)
+
+
+def _line(patches: Collection[str]) -> str:
+    return f"hfpatch.apply(model, only={list(patches)})"
 
 
 def _decisions(finding: Finding, model: object) -> list[Decision]:
-    """Return the decisions, for this model, on the patches that fix a finding."""
+    """Return the decisions, for this model, on the patches that fix faults of a finding's symptom."""
     entries = registry.entries()
     ids = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers}
     here = {name for name, entry in entries.items() if finding.symptom in entry.patch.answers_where_it_edits}
     if not ids | here:
         return []
-    decisions = plan(model, exclude=entries.keys() - (ids | here)).decisions
-    return [d for d in decisions if d.patch in ids or (d.patch in here and _edits(d, finding.module))]
+    return [
+        d
+        for d in plan(model, exclude=entries.keys() - (ids | here)).decisions
+        if d.patch in ids or any(edit.path == finding.module for edit in d.edits)
+    ]
 
 
-def _edits(decision: Decision, module: str) -> bool:
-    return any(edit.path == module and isinstance(edit.change, ComputeInFloat32) for edit in decision.edits)
+def _answers(decision: Decision, finding: Finding) -> bool:
+    """True if a patch is declared to fix a fault, so that it can be named without a trial."""
+    patch = registry.get(decision.patch).patch
+    edits = (e for e in decision.edits if e.path == finding.module and isinstance(e.change, ComputeInFloat32))
+    return finding.symptom in patch.answers or next(edits, None) is not None
+
+
+def _reaching(decisions: Iterable[Decision], finding: Finding, model: object) -> list[Decision]:
+    """Return the decisions about the part of the model where the fault is: its stack of layers, else its module."""
+    module = finding.module
+    stacks = [stack.path for each in Survey(model).stacks.values() for stack in each if inside(module, stack.path)]
+    part = max(stacks, key=len, default=module)
+
+    def reaches(decision: Decision) -> bool:
+        if decision.edits:
+            return any(inside(e.path, part) or inside(module, e.path) for e in decision.edits)
+        return decision.submodel is None or inside(starred(module), starred(decision.submodel))
+
+    return [d for d in decisions if reaches(d)]
 
 
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:
     return tuple(sorted({d.patch for d in decisions if d.decided in ("applied", "opt-in")}))
 
 
-def _unhelpful(decision: Decision) -> str:
-    """Return why a patch that fixes a finding cannot be applied, and what its file suggests instead."""
+def _unhelpful(decision: Decision, module: str) -> str:
+    """Return why a patch that fixes such a fault does not help here, and what its file suggests instead."""
+    if decision.edits:
+        where = decision.submodel or "another part of the model"
+        return f"{decision.patch} fixes such a fault, but edits {where} and not {module}"
     instead = registry.get(decision.patch).patch.suggests if decision.decided == "refused" else ""
     why = f"{decision.patch} fixes this, but is {decision.decided} here: {decision.reason}"
     return f"{why}; {instead}" if instead else why

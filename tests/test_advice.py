@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.advice import advice, answering
+from hfpatch.advice import answer
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import Case
@@ -24,6 +24,8 @@ from hfpatch.symptoms import SYMPTOMS
 from hfpatch.tracing import trace
 from hfpatch.tracing.finding import Finding
 
+UNTRIED = "not tried (the traced call was not kept): hfpatch.apply(model, only="
+TRIED = "tried on this call: finite: "
 ANSWERED = {symptom for entry in registry.entries().values() for symptom in entry.patch.answers}
 PROVED = [
     (name, case)
@@ -34,12 +36,12 @@ PROVED = [
 ]
 
 
-def finding(symptom: str, **more: Any) -> Finding:
+def finding(symptom: str, module: str = "model.layers.0", **more: Any) -> Finding:
     return Finding(
         phase="forward",
         epoch=0,
         step=0,
-        module="model.layers.0",
+        module=module,
         kind="Layer",
         tensor="output of model.layers.0",
         operation="add",
@@ -53,19 +55,24 @@ def finding(symptom: str, **more: Any) -> Finding:
 
 
 def said(symptom: str, model: nn.Module) -> str:
-    return "\n".join(advice(finding(symptom), model))
+    return "\n".join(answer(finding(symptom), model).sentences)
+
+
+def named(symptom: str, model: nn.Module) -> tuple[str, ...]:
+    return answer(finding(symptom), model).patches
 
 
 class TestWords:
     def test_applied(self, gemma: nn.Module) -> None:
-        assert said("residual-overflow", gemma) == "try: hfpatch.apply(model, only=['fp16-residual-overflow'])"
-        assert answering(finding("residual-overflow"), gemma) == ("fp16-residual-overflow",)
+        assert said("residual-overflow", gemma) == f"{UNTRIED}['fp16-residual-overflow'])"
+        assert named("residual-overflow", gemma) == ("fp16-residual-overflow",)
 
     def test_the_line_can_be_run(self, gemma: nn.Module, ids: torch.Tensor) -> None:
         with hfpatch.trace(gemma) as t, torch.no_grad():
             gemma(ids)
         line = t.report().notes[-1]
-        exec(line.removeprefix("try: "), {"hfpatch": hfpatch, "model": gemma})  # noqa: S102
+        assert line.startswith(TRIED)
+        exec(line.removeprefix(TRIED), {"hfpatch": hfpatch, "model": gemma})  # noqa: S102
         with hfpatch.trace(gemma) as t, torch.no_grad():
             gemma(ids)
         assert t.first_bad is None
@@ -74,7 +81,9 @@ class TestWords:
         class Trainer:
             model = nn.ModuleDict({"inner": gemma})
 
-        assert "only=['fp16-residual-overflow']" in "".join(advice(finding("residual-overflow"), Trainer()))
+        assert answer(finding("residual-overflow", "inner.model.layers.0"), Trainer()).patches == (
+            "fp16-residual-overflow",
+        )
 
     @pytest.mark.parametrize("symptom", ["attention-logits-overflow", "masked-row"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -83,7 +92,7 @@ class TestWords:
         model = tiny("qwen2").to(dtype)
         decided = {d.patch: d.decided for d in hfpatch.plan(model).decisions}
         assert decided["fp32-attention-logits"] == ("applied" if dtype == torch.float16 else "opt-in")
-        assert said(symptom, model) == "try: hfpatch.apply(model, only=['fp32-attention-logits'])"
+        assert said(symptom, model) == f"{UNTRIED}['fp32-attention-logits'])"
 
     def test_refused(self, tiny: Callable[[str], nn.Module]) -> None:
         first, second = said("residual-overflow", tiny("olmo2").half()).splitlines()
@@ -105,17 +114,17 @@ class TestWords:
         first, second = said("residual-overflow", gemma).splitlines()
         assert first == ("fp16-residual-overflow fixes this, but is not needed here: already applied (18 edits)")
         assert second == "No other patch is known for this."
-        assert answering(finding("residual-overflow"), gemma) == ()
+        assert named("residual-overflow", gemma) == ()
 
     def test_not_needed(self, tiny: Callable[[str], nn.Module]) -> None:
         assert "not needed here: its weights are on cpu" in said("attention-backward-nan", hfpatch_sdpa(tiny("qwen2")))
 
     @pytest.mark.parametrize("symptom", sorted(set(SYMPTOMS) - ANSWERED))
     def test_no_patch_is_known(self, symptom: str, gemma: nn.Module) -> None:
-        (line,) = advice(finding(symptom), gemma)
+        (line,) = answer(finding(symptom), gemma).sentences
         assert line.startswith("No patch is known for this")
         assert line.endswith(".")
-        assert answering(finding(symptom), gemma) == ()
+        assert named(symptom, gemma) == ()
 
     @pytest.mark.parametrize(
         ("symptom", "hint"),
@@ -126,8 +135,8 @@ class TestWords:
 
     def test_what_a_scaler_answers(self, gemma: nn.Module) -> None:
         ordinary = finding("scale-too-high", ordinary=True)
-        assert "No patch is needed" in "".join(advice(ordinary, gemma))
-        assert answering(ordinary, gemma) == ()
+        assert "No patch is needed" in "".join(answer(ordinary, gemma).sentences)
+        assert answer(ordinary, gemma).patches == ()
 
 
 def hfpatch_sdpa(model: Any) -> nn.Module:
@@ -192,5 +201,6 @@ def traced(case: Case, *, patched: bool) -> Finding | None:
         clamped = case.dtype == "float16" and trial.model.config.is_encoder_decoder  # T5's: finite, and wrong
         assert wrong or clamped
         (entry,) = (e for e in registry.entries().values() if case in repros(e))
-        assert entry.id in answering(found, trial.model)
+        assert t.patches == (entry.id,)
+        assert t.advice[0].startswith("tried on this call: ")
     return found

@@ -111,7 +111,7 @@ def test_a_bad_batch_is_recorded_and_its_bundle_reproduces_the_finding(
     told = capsys.readouterr().err
     assert f"hfpatch replay {bundle.path} --model DIR" in told
     if kind == "overflow":
-        assert "try: hfpatch.apply(model, only=['fp16-residual-overflow'])" in told
+        assert "tried on this call: finite: hfpatch.apply(model, only=['fp16-residual-overflow'])" in told
 
 
 def test_what_a_bundle_says(tmp_path: Path, ids: torch.Tensor) -> None:
@@ -322,7 +322,7 @@ class TestStops:
                 guard.step(model(**plain(model, ids)).loss)
         *_, found, patch, last = str(stop.value).splitlines()
         assert "residual add in model.layers.1" in found
-        assert patch == "try: hfpatch.apply(model, only=['fp16-residual-overflow'])"
+        assert patch == "tried on this call: finite: hfpatch.apply(model, only=['fp16-residual-overflow'])"
         path = last.removeprefix("next: hfpatch replay ").removesuffix(" --model DIR")
         assert read(path).step == 3
         assert [b.step for b in bundles(tmp_path)] == [1, 2, 3]

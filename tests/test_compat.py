@@ -853,6 +853,17 @@ def test_fsdp2_gives_a_module_s_class_the_way_to_its_state() -> None:
 
 
 class TestRanks:
+    def test_alone_communication_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            with operators.alone():
+                distributed.all_reduce(torch.ones(2))  # no other rank
+            monkeypatch.setattr(distributed, "get_world_size", lambda *_: 2)
+            with operators.alone(), pytest.raises(RuntimeError, match="a layer communicates with other ranks"):
+                distributed.all_reduce(torch.ones(2))
+        finally:
+            distributed.destroy_process_group()
+
     def test_no_process_group_has_no_store(self) -> None:
         assert ranks.store() is None
 

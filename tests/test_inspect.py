@@ -485,7 +485,7 @@ def test_nothing_is_changed(case: str) -> None:
 KEYS = [
     "class", "architecture", "name", "parameters", "dtypes", "trainable", "weights_loaded", "declared_dtype",
     "quantization", "submodels", "embeddings", "heads", "layers", "stacks", "norms", "attention", "experts", "fused",
-    "buffers", "wrappers", "adapters", "hazards",
+    "buffers", "wrappers", "adapters", "hazards", "float16",
 ]  # fmt: skip
 ITEMS = {
     "submodels": {"path", "architecture", "class", "parameters"},

@@ -16,7 +16,7 @@ from transformers import StaticCache
 
 import hfpatch
 from benchmarks.planted import Own
-from hfpatch.kept_state import state_as_before
+from hfpatch.model.kept_state import state_as_before
 from hfpatch.testing import tiny_model
 from tests.fingerprint import fingerprint
 

@@ -34,3 +34,17 @@ def test_on_one_rank_only(mode: str, tmp_path: Path) -> None:
     first, last = launch(mode, 2, tmp_path, "trace_worker.py")
     assert first == {"found": None, "steps": []}
     assert last["found"]["operation"] == "power"
+
+
+def test_advice_is_tried_by_one_rank_alone(tmp_path: Path) -> None:
+    """The model inside DDP is run again, so the rank that traces waits for no other."""
+    _, last = launch("ddp-overflow-last", 2, tmp_path, "trace_worker.py")
+    assert last["found"]["module"] == "module.llm.model.layers.1"
+    assert last["advice"] == ["tried on this call: finite: hfpatch.apply(model, only=['fp16-residual-overflow'])"]
+    assert last["patches"] == []
+
+
+@pytest.mark.thorough
+def test_advice_is_not_tried_on_shards(tmp_path: Path) -> None:
+    for each in launch("fsdp-overflow", 2, tmp_path, "trace_worker.py"):
+        assert not any(line.startswith("tried") for line in each["advice"])

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hfpatch
+from hfpatch.lab.tiny import rescale, tiny_model
 from tests.guard_worker import leave
 
 
@@ -37,6 +38,20 @@ class Net(nn.Module):
         return x.mean()
 
 
+class Overflowing(nn.Module):
+    """A Gemma 3 whose stream overflows float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = tiny_model("gemma3_text")
+        rescale(self.llm, {}, {"*post_feedforward_layernorm.weight": 24000.0})
+        self.layers = self.llm.half().model.layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
+        return self.llm(input_ids=ids, labels=ids).loss + 0 * x.sum()
+
+
 def wrap(mode: str, model: nn.Module) -> nn.Module:
     if mode.startswith("ddp"):
         return DistributedDataParallel(model)
@@ -52,7 +67,7 @@ def main(mode: str, folder: str) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model: Any = wrap(mode, Net())
+    model: Any = wrap(mode, Overflowing() if "overflow" in mode else Net())
     ranks = [world - 1] if mode.endswith("last") else None
     with hfpatch.trace(model, ranks=ranks) as t:
         for step in range(3):
@@ -62,7 +77,9 @@ def main(mode: str, folder: str) -> None:
             model(x).backward()
             model.zero_grad()
     found = t.first_bad
-    out = {"found": found.to_dict() if found else None, "steps": [s.number for s in t.steps]}
+    out: dict[str, Any] = {"found": found.to_dict() if found else None, "steps": [s.number for s in t.steps]}
+    if "overflow" in mode:
+        out |= {"advice": t.advice, "patches": hfpatch.status(model).patches}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(out))
     leave()
 

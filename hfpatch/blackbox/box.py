@@ -15,18 +15,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import nn
 
-from hfpatch.advice import advice
 from hfpatch.blackbox import folder
 from hfpatch.blackbox.account import account
 from hfpatch.blackbox.kept import Kept, keep
 from hfpatch.blackbox.packing import pack, without_values
-from hfpatch.blackbox.rerun import RUN_AGAIN, MicroBatch, Rerun, blamed, rerun, wrong
+from hfpatch.blackbox.rerun import MicroBatch, Rerun, blamed, rerun, wrong
 from hfpatch.compat import hooks
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import FLAG, PATH, shown, want
 from hfpatch.guarding.outcome import Reason
 from hfpatch.guarding.recorder import Event
-from hfpatch.model.wrapping import unwrap
+from hfpatch.model.put_back import on_trial
+from hfpatch.model.wrapping import RUN_AGAIN, unwrap
 from hfpatch.report import say
 from hfpatch.tracing.rerun_block import FAILURES
 
@@ -111,7 +111,7 @@ class Recording:
     def called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep a call that is about to be made."""
         capturing = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
-        if not self._busy and not capturing and torch.is_grad_enabled():
+        if not (self._busy or capturing or on_trial()) and torch.is_grad_enabled():
             self._calls.append(keep(model, args, kwargs, self._gpus))
 
     def end_micro_batch(self, loss: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class Recording:
         if elsewhere and place is not None:
             others = f"{self.directory / folder.stem(event.facts.step)}*"
             return (f"black box: {about['replay']['says']}: see that rank's bundle, among {others}",)
-        return tuple(_told(self.model, about, found, place, stopped=event.stop is not None))
+        return tuple(_told(about, found, place, stopped=event.stop is not None))
 
     def _again(
         self, window: Sequence[MicroBatch], losses: list[float], event: Event
@@ -232,10 +232,9 @@ class _Capture:
         return (_Capture, (None,))
 
 
-def _told(model: nn.Module, about: dict[str, Any], found: Rerun, place: Path | None, *, stopped: bool) -> list[str]:
+def _told(about: dict[str, Any], found: Rerun, place: Path | None, *, stopped: bool) -> list[str]:
     lines = [f"black box: {about['replay']['says']}"]
-    if found.finding is not None:
-        lines += advice(found.finding, model)
+    lines += found.advice
     if place is None:
         return [*lines, "next: free disk space, or name another directory: the bundle could not be written"]
     again = f"hfpatch replay {place} --model DIR"

@@ -14,10 +14,10 @@ from safetensors.torch import load
 from hfpatch.blackbox import folder
 from hfpatch.blackbox.kept import Kept, Random
 from hfpatch.blackbox.packing import DTYPES, plain, unpack
-from hfpatch.blackbox.rerun import RUN_AGAIN, Rerun, rerun
+from hfpatch.blackbox.rerun import Rerun, rerun
 from hfpatch.errors import InputError
 from hfpatch.model.walk import root_module
-from hfpatch.model.wrapping import unwrap
+from hfpatch.model.wrapping import RUN_AGAIN, unwrap
 from hfpatch.report import Sheet, Shown
 
 LARGEST = 64 * 2**20

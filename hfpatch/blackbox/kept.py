@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from hfpatch.compat.autograd import version
 from hfpatch.compat.modules import buffers as buffers_of
 from hfpatch.compat.modules import parameters
 from hfpatch.tracing.calls import autocast_now, devices
-from hfpatch.tracing.tensors import DEPTH
+from hfpatch.tracing.tensors import every
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Kept:
 
 def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpus: tuple[int, ...]) -> Kept:
     """Return a call that is about to be made, with the current random and autocast states."""
-    versions = tuple((t, version(t)) for t in _tensors((args, kwargs), DEPTH))
+    versions = tuple((t, version(t)) for t in every((args, kwargs)))
     return Kept(args, dict(kwargs), Random.now(gpus), autocast_now(), model.training, versions)
 
 
@@ -173,17 +173,6 @@ def _leaves(model: nn.Module) -> Generator[None]:
             parameters(module)[name] = parameter
         for parameter, grad in grads:
             parameter.grad = grad
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part, depth - 1)
 
 
 def _text(state: torch.Tensor) -> str:

@@ -14,20 +14,16 @@ from torch import nn
 from hfpatch.advice import trace
 from hfpatch.blackbox.kept import Kept, as_it_was
 from hfpatch.compat import hooks
-from hfpatch.compat.operators import COLLECTIVES, DispatchMode
+from hfpatch.compat.operators import alone
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.gradient_norms import tensor_norms
 from hfpatch.guarding.outcome import Reason
-from hfpatch.model.wrapping import PARALLEL
 from hfpatch.report import Sheet, Shown, finite
 from hfpatch.tracing.calls import autocast_now
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.naming.attempt import FAILURES, first_line
 from hfpatch.tracing.rerun_block import leaves
 from hfpatch.tracing.tensors import is_sharded
-
-RUN_AGAIN = (*PARALLEL, "torch.compile")
-"""Wrappers that a call is made again without: they talk to other ranks or devices, or compile."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,7 @@ class Rerun(Shown):
         norm: Norm of the gradients, not unscaled; None without a backward pass.
         autocast: Autocast dtype by device type, inside the model.
         obstacle: Why the call could not be run again; None if it could.
+        advice: What to do about the finding, a sentence each; patches were tried on the call where it says so.
     """
 
     finding: Finding | None = None
@@ -57,6 +54,7 @@ class Rerun(Shown):
     norm: float | None = None
     autocast: dict[str, torch.dtype] | None = None
     obstacle: str | None = None
+    advice: tuple[str, ...] = ()
 
     @property
     def bad(self) -> bool:
@@ -131,7 +129,7 @@ def rerun(
     loss = used = norm = obstacle = None
     inside: list[dict[str, torch.dtype]] = []
     try:
-        with as_it_was(model, call), _alone(), _listening(model, inside), found or nullcontext():
+        with as_it_was(model, call), alone(), _listening(model, inside), found or nullcontext():
             output = model(*leaves(call.args, []), **leaves(call.kwargs, []))
             own = loss_of(output)
             if own is not None:
@@ -150,6 +148,7 @@ def rerun(
         norm=norm,
         autocast=inside[0] if inside else call.autocast,
         obstacle=obstacle,
+        advice=found.advice if found is not None else (),
     )
 
 
@@ -231,22 +230,3 @@ def _listening(model: nn.Module, inside: list[dict[str, torch.dtype]]) -> Genera
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Alone(DispatchMode):
-    """Raises on communication with other ranks, which may not be running the same call."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in COLLECTIVES:
-            raise RuntimeError(f"a layer communicates with other ranks ({func})")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _alone() -> Generator[None]:
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        yield
-        return
-    with _Alone():
-        yield

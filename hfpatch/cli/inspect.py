@@ -69,7 +69,7 @@ def inspect(
         raise InputError("no model named: want a hub name, a directory, a config.json, or --all")
     quiet_transformers()
     broken_patch_files()
-    from hfpatch.inspecting.inspect import inspect as look
+    from hfpatch.foretold import inspect as look
     from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.apply import plan
 

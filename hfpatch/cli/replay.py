@@ -46,7 +46,6 @@ def replay(
     JSON: `{"bundle", "model", "event", "recorded", "replayed", "reproduced", "patches", "notes", "advice"}`.
     """
     quiet_transformers()
-    from hfpatch.advice import advice
     from hfpatch.blackbox.bundle import read
     from hfpatch.blackbox.replayed import Replayed
 
@@ -59,8 +58,7 @@ def replay(
     found = held.replay(loaded)
     if found.obstacle is not None and found.finding is None:
         raise InputError(f"{bundle} cannot be run on {model}: {found.obstacle}")
-    tips = advice(found.finding, loaded) if found.finding is not None else ()
-    show(Replayed(held, model, found, patches, notes, tips), json)
+    show(Replayed(held, model, found, patches, notes, found.advice), json)
     if found.finding is not None:
         raise typer.Exit(1)
 

@@ -61,9 +61,6 @@ class Traced(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON, without the statistics of each tensor, which `Trace.to_dict` has."""
-        from hfpatch.advice import advice, answering
-
-        first, model = self.trace.first_bad, self.checkpoint.model
         return {
             "model": self.checkpoint.name,
             "run": self.run,
@@ -74,8 +71,8 @@ class Traced(Shown):
             },
             "findings": [f.to_dict() for f in self.trace.findings],
             "intentional": self.trace.intentional,
-            "advice": list(advice(first, model)) if first else [],
-            "patches": list(answering(first, model)) if first else [],
+            "advice": list(self.trace.advice),
+            "patches": list(self.trace.patches),
             **({"headroom": self.headroom.to_dict()} if self.headroom else {}),
         }
 

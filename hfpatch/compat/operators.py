@@ -8,6 +8,8 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,3 +49,21 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 def overwrites(operator: Any) -> bool:
     """True if an operator writes to something it is given, by its schema."""
     return operator._schema.is_mutable
+
+
+class _Alone(DispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            raise RuntimeError(f"a layer communicates with other ranks ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    """Run code that other ranks may not be running: communication with them raises a RuntimeError."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        yield
+        return
+    with _Alone():
+        yield

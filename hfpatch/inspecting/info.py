@@ -72,6 +72,8 @@ class ModelInfo(Shown):
     wrappers: tuple[Wrapper, ...]
     adapters: tuple[Adapter, ...]
     hazards: tuple[str, ...]
+    float16: tuple[str, ...] = ()
+    """For each stack of layers, what patches do about its stream in float16; empty if that was not looked up."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, with stable keys.
@@ -79,7 +81,7 @@ class ModelInfo(Shown):
         class, architecture (None for a hand-written composite), name (hub name or directory), parameters,
         dtypes {dtype: parameters}, trainable, weights_loaded, declared_dtype, quantization, submodels,
         embeddings, heads, layers, stacks, norms, attention, experts, fused, buffers (those in no checkpoint),
-        wrappers, adapters, hazards; lists hold the `to_dict()` of each item, hazards are sentences.
+        wrappers, adapters, hazards, float16; lists hold the `to_dict()` of each item, the last two sentences.
         """
         values = {"class" if k == "cls" else k: v for k, v in vars(self).items()}
         values["dtypes"] = dict(self.dtypes)
@@ -135,6 +137,8 @@ def _facts(info: ModelInfo) -> Sheet:
     rows.extend(("embedding", _embedding(e)) for e in info.embeddings)
     rows.extend(("head", f"{h.path}, {'tied to the embedding' if h.tied else 'weight of its own'}") for h in info.heads)
     rows.extend(("residual stream", f"in {s.dtype}, through {s.path}") for s in info.stacks if s.dtype)
+    if info.float16:
+        rows.append(("in float16", "\n".join(info.float16)))
     rows.extend(("not in a checkpoint", line) for line in _buffers(info.buffers))
     rows.extend(("wrapped in", f"{w.kind} at {w.path or '(root)'}") for w in info.wrappers)
     rows.extend(("adapter", f"{a.name} ({a.kind}){'' if a.active else ', not active'}") for a in info.adapters)

@@ -41,13 +41,24 @@ def inspect(given: object, *, trust_remote_code: bool = False) -> ModelInfo:
         InputError: Its config cannot be used.
         NotAModelError: `given` holds no torch module.
     """
+    return facts_of(*object_of(given, trust_remote_code=trust_remote_code))
+
+
+def object_of(given: object, *, trust_remote_code: bool = False) -> tuple[object, torch.dtype | None]:
+    """Return the object to inspect, built on meta from a name or a config, and the dtype that its config declares.
+
+    Args and errors are those of `inspect`.
+    """
     want("inspect", trust_remote_code=(trust_remote_code, FLAG))
     if isinstance(given, (str, Path)):
         given = load_config(given, trust_remote_code=trust_remote_code)
-    declared: torch.dtype | None = None
     if isinstance(given, PreTrainedConfig):
-        declared = declared_dtype(given)
-        given = build_on_meta(given)
+        return build_on_meta(given), declared_dtype(given)
+    return given, None
+
+
+def facts_of(given: object, declared: torch.dtype | None = None) -> ModelInfo:
+    """Return the facts about an object from `object_of`."""
     survey = Survey(given)
     model = unwrap(survey.root)
     config: Any = model.config if isinstance(model, PreTrainedModel) else None

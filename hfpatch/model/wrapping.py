@@ -12,6 +12,9 @@ from hfpatch.compat.wrappers import CHECKPOINTED, CLASSES, COMPILED, SHARDED
 PARALLEL = ("DDP", "DataParallel")
 """Wrappers that communicate with other ranks or devices when they are called."""
 
+RUN_AGAIN = (*PARALLEL, "torch.compile")
+"""Wrappers that a call is made again without: they talk to other ranks or devices, or compile."""
+
 EVERY = (*PARALLEL, "FSDP", "torch.compile", "checkpoint", "PEFT")
 """Wrappers around a model; `unwrap` removes all of them by default."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.autograd import version
-from hfpatch.kept_state import state_as_before
+from hfpatch.model.kept_state import state_as_before
 from hfpatch.tracing.tensors import is_cache
 
 
@@ -51,7 +51,13 @@ class Call:
         self.inference = torch.is_inference_mode_enabled()
         self.grad = torch.is_grad_enabled()
         self.autocast = autocast_now()
-        self.random = _Random(self.versions[0][0].device if self.versions else None) if self.module.training else None
+        self.random = _Random(self._device()) if self.module.training else None
+
+    def _device(self) -> torch.device | None:
+        """Return the device that its random numbers are drawn on."""
+        if self.versions:
+            return self.versions[0][0].device
+        return next((p.device for p in self.module.parameters()), None)  # it is given token ids only
 
     @property
     def overwritten(self) -> bool:
@@ -64,8 +70,13 @@ class Call:
         given = {**{str(i): value for i, value in enumerate(self.args)}, **self.kwargs}
         return next((name for name, value in given.items() if isinstance(value, Iterator)), None)
 
+    @property
+    def training(self) -> bool:
+        """True if the module was in training mode."""
+        return self.random is not None
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return its arguments, with copies of the caches as they were."""
+        """Return its arguments, with copies of the caches as they were; a static cache is written to in place."""
         args = tuple(_as_kept(value, self.caches) for value in self.args)
         return args, {name: _as_kept(value, self.caches) for name, value in self.kwargs.items()}
 
@@ -79,7 +90,7 @@ class Call:
             passed: The arguments that the module will be run with; caches and containers in them are put back too.
 
         Returns:
-            A list of names, empty until the context ends: what the run changed (`hfpatch.kept_state.state_as_before`).
+            A list of names, empty until the context ends: what the run changed, see `state_as_before`.
         """
         checkpointed = [m for m in self.module.modules() if m.__dict__.get("gradient_checkpointing") is True]
         now = [_Random(None), *([_Random(torch.device("cuda"))] if torch.cuda.is_initialized() else [])]
@@ -110,6 +121,19 @@ class Call:
             np.random.set_state(numbers)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The calls of a traced step, kept until the step has been diagnosed.
+
+    Attributes:
+        calls: By path of the module and number of its calls before this one.
+        changed: What was changed since, so that no call is what it was; empty if nothing was.
+    """
+
+    calls: Mapping[tuple[str, int], Call]
+    changed: str
+
+
 def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
     """Add shallow copies of the caches among arguments to `kept`, once for each cache: layers write to them."""
     for value in values:
@@ -117,27 +141,36 @@ def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:
             kept[id(value)] = (value, _shallow(value))
 
 
-def _shallow(cache: Any) -> Any:
+def _shallow(cache: Any, *, cloned: bool = False) -> Any:
+    """Return a copy of a cache whose layers share its keys and values; with `cloned`, none of its tensors.
+
+    Tensors of one element are always cloned: a static cache counts its tokens in one, in place.
+    """
     out = copy.copy(cache)
     for name, value in vars(cache).items():
         if name == "layers":
-            out.layers = [_layer(layer) for layer in value]
+            out.layers = [copy.copy(layer) for layer in value]
+            for layer in out.layers:
+                for slot, tensor in vars(layer).items():
+                    if isinstance(tensor, torch.Tensor) and (cloned or tensor.numel() == 1):
+                        setattr(layer, slot, tensor.clone())
+                if cloned:
+                    _clear_unwritten(layer)
         elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
-            setattr(out, name, _shallow(value))
+            setattr(out, name, _shallow(value, cloned=cloned))
     return out
 
 
-def _layer(layer: Any) -> Any:
-    """Return a copy of a cache's layer, with a copy of the length that a static one counts in place."""
-    out = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            setattr(out, name, value.clone())
-    return out
+def _clear_unwritten(layer: Any) -> None:
+    """Set to 0, as before the call, what a static layer holds beyond the tokens that it had counted."""
+    count = getattr(layer, "cumulative_length", None)
+    for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+        if isinstance(count, torch.Tensor) and count.numel() == 1 and isinstance(tensor, torch.Tensor):
+            tensor[..., int(count) :, :] = 0
 
 
 def _as_kept(value: Any, kept: dict[int, tuple[Any, Any]]) -> Any:
-    return _shallow(kept[id(value)][1]) if id(value) in kept else value
+    return _shallow(kept[id(value)][1], cloned=True) if id(value) in kept else value
 
 
 @cache

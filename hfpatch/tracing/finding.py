@@ -5,10 +5,26 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.model.walk import starred
 from hfpatch.report.sheet import Sheet, Shown
 
 if TYPE_CHECKING:
     from hfpatch.tracing.events import Phase
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of the patches for a finding.
+
+    Attributes:
+        sentences: What came of them, or why there is none, worst news first.
+        patches: Ids of the patches to apply: they were tried on the traced call, or could not be tried.
+        tried: True if they were tried, and the call was finite with them.
+    """
+
+    sentences: tuple[str, ...]
+    patches: tuple[str, ...] = ()
+    tried: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,11 +66,21 @@ class Finding(Shown):
     @property
     def sentence(self) -> str:
         """`step 0, forward: residual add in model.layers.7: 5.47e+04 + 1.6e+04 exceeds float16's 65,504`."""
+        return f"step {self.step}, {self.phase}: {self.fault}"
+
+    @property
+    def fault(self) -> str:
+        """The sentence without the step: `residual add in model.layers.7: 5.47e+04 + 1.6e+04 exceeds ...`."""
         what = self.operation or self.tensor
         where = (
             f" in {self.module}" if self.module and self.operation else " in the model itself" if self.operation else ""
         )
-        return f"step {self.step}, {self.phase}: {what}{where}: {self.why}"
+        return f"{what}{where}: {self.why}"
+
+    @property
+    def sort(self) -> tuple[str, ...]:
+        """Phase, symptom, dtype and place, list indices left out: what findings of one kind have in common."""
+        return (self.phase, self.symptom, self.dtype, starred(self.module))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

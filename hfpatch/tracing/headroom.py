@@ -53,11 +53,13 @@ class Headroom(Shown):
         dtype: Name of the dtype.
         loss_scale: Factor on the gradients.
         tensors: Every tensor that was measured, in the order they were made.
+        advice: What patches do about those that overflow, a sentence each.
     """
 
     dtype: str
     loss_scale: float
     tensors: tuple[TensorHeadroom, ...]
+    advice: tuple[str, ...] = ()
 
     @property
     def overflows(self) -> tuple[TensorHeadroom, ...]:
@@ -70,8 +72,9 @@ class Headroom(Shown):
         return tuple(r for r in self.tensors if r.flush > 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values: `{"dtype", "loss_scale", "tensors": [...]}`."""
-        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "tensors": [r.to_dict() for r in self.tensors]}
+        """Return plain values: `{"dtype", "loss_scale", "tensors": [...], "advice": [...]}`."""
+        tensors = [r.to_dict() for r in self.tensors]
+        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "tensors": tensors, "advice": list(self.advice)}
 
     def sheet(self) -> Sheet:
         """Return a table of the tensors that overflow or become 0; if there are none, of the five largest."""
@@ -97,6 +100,7 @@ class Headroom(Shown):
             notes.append(
                 f"{len(half)} more lose over half of their elements to 0, e.g. {half[0].tensor} of {half[0].module}."
             )
+        notes += self.advice
         return Sheet(f"headroom in {self.dtype}", ("", "tensor", "max |x|", ""), rows, tuple(notes), wide=("tensor",))
 
     def to_sheet(self) -> Sheet:

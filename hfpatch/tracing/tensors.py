@@ -42,6 +42,18 @@ def floating(value: Any, name: str = "", depth: int = DEPTH) -> list[tuple[str, 
     return found
 
 
+def every(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """Yield every tensor in arguments, of any dtype; those in key-value caches are left out."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for part in value:
+            yield from every(part, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from every(part, depth - 1)
+
+
 def measurable(tensor: torch.Tensor) -> bool:
     """True if a tensor is dense and floating-point or complex, and holds values on a device."""
     if tensor.dtype not in FLOATING or tensor.layout != torch.strided or tensor.is_meta:

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from hfpatch.compat import hooks
-from hfpatch.compat.autograd import in_transform
+from hfpatch.compat.autograd import in_transform, version
+from hfpatch.compat.modules import parameters
 from hfpatch.errors import InputError
 from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
 from hfpatch.model.survey import Survey
@@ -22,13 +24,15 @@ from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, Shown, rank, say
 from hfpatch.tracing import beside, failed_forward, views
+from hfpatch.tracing.calls import Kept
 from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
-from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.gradients import LargestGradients, largest
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
+from hfpatch.tracing.tensors import every
 from hfpatch.tracing.watch import Watch
 from hfpatch.tracing.watched import places
 
@@ -36,6 +40,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Chosen = Collection[int] | Callable[[int], bool] | None
+Answers = Callable[[Finding, Kept], Answer]
+"""Called for the first finding of each sort, at the end of its step; may run the kept calls again."""
+Foretold = Callable[[Headroom], tuple[str, ...]]
+"""Called for what would overflow in a narrower dtype; returns what patches do about it, a sentence each."""
+ANSWERED = 3
+"""Number of sorts of findings that are answered."""
 Level = Literal["blocks", "modules"]
 
 
@@ -57,7 +67,8 @@ class Trace(Shown):
         ranks: Collection[int] | None = None,
         backward: bool = True,
         level: Level = "modules",
-        answers: Callable[[Finding], tuple[str, ...]] = lambda _: (),
+        answers: Answers = lambda _finding, _kept: Answer(()),
+        foretold: Foretold = lambda _: (),
         progress: Callable[[str], None] | None = None,
     ) -> None:
         if level not in ("blocks", "modules"):
@@ -65,7 +76,8 @@ class Trace(Shown):
         survey = Survey(model)
         self.model: nn.Module = survey.root
         self.places = places(self.model)
-        self.level, self.backward, self.answers, self.progress = level, backward, answers, progress
+        self.level, self.backward, self.progress = level, backward, progress
+        self.answers, self.foretold = answers, foretold
         self.wanted_steps = _chosen("steps", steps)
         self.wanted_epochs = _chosen("epochs", epochs)
         self.ranks = None if ranks is None else _listed("ranks", ranks)
@@ -79,6 +91,8 @@ class Trace(Shown):
         self._compared = False
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._known: set[tuple[str, str, str]] = set()
+        self._answered: dict[tuple[str, ...], Answer] = {}
+        self._given: list[tuple[torch.Tensor, int]] = []
         self._watch: Watch | None = None
         self._hooks: Hooks | None = None
         self._handles: list[hooks.Handle] = []
@@ -105,8 +119,8 @@ class Trace(Shown):
             self._handles.append(hooks.after(self.model, returned, with_kwargs=True, always=True))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._conclude()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._conclude(answered=kind is None or issubclass(kind, Exception))  # after Ctrl-C nobody waits for a trial
         self._off()
         self._on = False
 
@@ -160,6 +174,7 @@ class Trace(Shown):
                 progress=self.progress,
             )
             self._compared = True
+            self._given = [(tensor, version(tensor)) for tensor in every((args, kwargs))]
             self._watch.start(args, kwargs)
         elif self._over():
             self._off()
@@ -171,8 +186,11 @@ class Trace(Shown):
             self._watch.raised = failed_forward.of_model(self.model) if output is None else None
             self._watch.finish(output)
 
-    def _conclude(self) -> None:
-        """End the step: read its statistics in one transfer, and diagnose it before the weights change."""
+    def _conclude(self, *, answered: bool = True) -> None:
+        """End the step: read its statistics in one transfer, and diagnose it before the weights change.
+
+        The patches for the first finding of its sort are tried then too, unless `answered` is False.
+        """
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -189,14 +207,33 @@ class Trace(Shown):
         diagnosis = Diagnosis(watch, modules, self._known)
         self._busy = True
         try:
-            found = [diagnosis.finding() if odd else None]
+            found = diagnosis.finding() if odd else None
+            raised = None
             if watch.raised is not None:
-                found.append(failed_forward.finding(watch.raised, step, watch.calls, watch.places, modules))
+                raised = failed_forward.finding(watch.raised, step, watch.calls, watch.places, modules)
+            if found is not None and answered and found.sort not in self._answered and len(self._answered) < ANSWERED:
+                for key in [k for k in watch.calls if k[0] not in self.places.containers]:
+                    del watch.calls[key]  # what blocks were given is not needed any more, and may be large
+                answer = self.answers(found, Kept(watch.calls, self._changed()))
+                first = not self._answered  # of later sorts, which may follow from it, only what a patch does is told
+                self._answered[found.sort] = answer if first or answer.patches else Answer(())
         finally:
             self._busy = False
             watch.forget()
-        self.findings.extend(f for f in found if f is not None)
+            self._given.clear()
+        self.findings.extend(f for f in (found, raised) if f is not None)
         self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
+
+    def _changed(self) -> str:
+        """Return what was changed since the step was run; empty if nothing was."""
+        if any(version(tensor) != then for tensor, then in self._given):
+            return "an argument was overwritten after the call"
+        for path, module in self.places.owners:
+            for name, parameter in parameters(module).items():
+                known = None if parameter is None else self._measured.get(id(parameter))
+                if parameter is not None and known is not None and known[1] != version(parameter):
+                    return f"the weights were changed after the call ({path}.{name} first)"
+        return ""
 
     def watch(self, loss_fn: Callable[..., R]) -> Callable[..., R]:
         """Return a loss to call in place of this one, which records its calls beside the model's.
@@ -237,6 +274,18 @@ class Trace(Shown):
         self._asked()
         return self.findings[0] if self.findings else None
 
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do about the findings, a sentence each; patches were tried on the traced call where it says so."""
+        self._asked()
+        return tuple(dict.fromkeys(words for answer in self._answered.values() for words in answer.sentences))
+
+    @property
+    def patches(self) -> tuple[str, ...]:
+        """Ids of the patches that the advice says to apply."""
+        self._asked()
+        return tuple(dict.fromkeys(patch for answer in self._answered.values() for patch in answer.patches))
+
     def report(self) -> Sheet:
         """Return one row per block, the findings, and what to try; it prints itself in a terminal and a notebook."""
         return self.sheet()
@@ -244,7 +293,7 @@ class Trace(Shown):
     def sheet(self) -> Sheet:
         """See `report`."""
         self._asked()
-        return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self._answers())
+        return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self.advice)
 
     def headroom(self, dtype: str | torch.dtype = "float16", *, loss_scale: float = 1.0) -> Headroom:
         """Return which tensors of the traced steps would overflow or underflow in a narrower dtype, and by what factor.
@@ -258,7 +307,8 @@ class Trace(Shown):
         """
         want("headroom", loss_scale=(loss_scale, NUMBER))
         self._asked()
-        return headroom(self.steps, dtype, loss_scale)
+        found = headroom(self.steps, dtype, loss_scale)
+        return replace(found, advice=self.foretold(found))
 
     def largest_gradients(self, count: int = 10) -> LargestGradients:
         """Return the parameters with the largest gradients in the traced steps: name and largest magnitude.
@@ -275,9 +325,10 @@ class Trace(Shown):
         return largest(self.steps, count)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the findings and the statistics of every tensor of every traced step, as plain values."""
+        """Return findings, advice, patches, and the statistics of every tensor of every step, as plain values."""
         self._asked()
-        return views.to_dict(self.steps, self.findings, self.intentional)
+        found = views.to_dict(self.steps, self.findings, self.intentional)
+        return {**found, "advice": list(self.advice), "patches": list(self.patches)}
 
     def to_json(self, path: str | Path) -> None:
         """Write `to_dict()` to a JSON file, atomically."""
@@ -297,11 +348,8 @@ class Trace(Shown):
         count = len(self.steps)
         return f"trace of {type(self.model).__name__}: {count} step{'' if count == 1 else 's'}"
 
-    def _answers(self) -> tuple[str, ...]:
-        return self.answers(self.findings[0]) if self.findings else ()
-
     def _heatmap(self) -> Heatmap:
-        notes = [*(f.sentence for f in self.findings[:3]), *self._answers()]
+        notes = [*(f.sentence for f in self.findings[:3]), *self.advice]
         return views.heatmap(self._title(), self.steps, self.places, self.findings, notes)
 
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.compat import checkpointing, hooks
-from hfpatch.guarding.checking.put_back import as_before, device_of
 from hfpatch.guarding.checking.rehearsal import on_device
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.code import tree_of
+from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import nn
 from hfpatch.compat import hooks
 from hfpatch.compat.autograd import version
 from hfpatch.errors import InputError
-from hfpatch.guarding.checking.put_back import as_before, device_of
 from hfpatch.guarding.checking.raised import Raised, check_keys, raised
 from hfpatch.guarding.checks import clean_name
+from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
 
 FORWARD = 1 / 3

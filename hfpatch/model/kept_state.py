@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -16,8 +17,14 @@ from hfpatch.compat.modules import BUFFERS
 DEPTH = 8
 """Deepest nesting of containers in an attribute that is looked at."""
 
+LARGE = 2**28
+"""Bytes from which a tensor is not copied: a data set that hangs on a module, not its state."""
+PACKED = 2**20
+"""Elements from which an integer tensor is not copied: packed weights, which no forward writes to."""
 CACHES = "transformers.cache_utils"
 """The module of transformers whose classes are key-value caches and their layers."""
+
+_KNOWN = frozenset({"torch", "transformers", "peft", "accelerate", "hfpatch", "numpy", *sys.stdlib_module_names})
 
 Found = dict[int, tuple[Any, Any, str]]
 """Containers and tensors by id: each with a copy of its content, and the name of the attribute that holds it."""
@@ -27,8 +34,9 @@ Found = dict[int, tuple[Any, Any, str]]
 def state_as_before(modules: Iterable[nn.Module], passed: Iterable[object] = ()) -> Generator[list[str]]:
     """Put back what modules hold, and containers that they were passed, whatever is raised in the context.
 
-    Attributes and tables come back, and so does the content of dicts, lists, sets, deques, dataclasses and caches of
-    transformers in them, of every tensor there that is not a parameter, and the state of a `torch.Generator`.
+    Attributes and tables come back, and so does the content of dicts, lists, sets, deques, dataclasses, caches of
+    transformers and objects of the user's own classes in them, of every tensor there that is neither a parameter nor
+    large, and the state of a `torch.Generator`.
 
     Args:
         modules: Modules whose attributes are put back, such as `model.modules()`.
@@ -54,7 +62,7 @@ def _look(value: Any, name: str, found: Found, depth: int, tensors: bool) -> Non
     if id(value) in found or depth == 0:
         return
     if isinstance(value, torch.Tensor):
-        if tensors and not isinstance(value, nn.Parameter) and not value.is_meta:
+        if tensors and not isinstance(value, nn.Parameter) and _copied(value):
             found[id(value)] = value, value.detach().clone(), name
         return
     if isinstance(value, torch.Generator):
@@ -76,11 +84,24 @@ def _look(value: Any, name: str, found: Found, depth: int, tensors: bool) -> Non
         _look(part, inner, found, depth - 1, tensors)
 
 
+def is_own(value: object) -> bool:
+    """True for an object with attributes whose class is the user's own: a cache of a stream, a counter."""
+    cls = type(value)
+    plain = isinstance(value, (type, nn.Module)) or callable(value) or not hasattr(value, "__dict__")
+    return not plain and cls.__module__.partition(".")[0] not in _KNOWN
+
+
+def _copied(tensor: torch.Tensor) -> bool:
+    packed = not tensor.is_floating_point() and tensor.numel() > PACKED
+    return not tensor.is_meta and not packed and tensor.nbytes < LARGE
+
+
 def _holds_state(value: Any) -> bool:
-    """True of dataclass instances, and of the caches of transformers and their layers."""
+    """True of dataclass instances, of the caches of transformers and their layers, and of the user's own objects."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
-    return dataclasses.is_dataclass(value) or any(c.__module__ == CACHES for c in type(value).__mro__)
+    known = dataclasses.is_dataclass(value) or any(c.__module__ == CACHES for c in type(value).__mro__)
+    return known or is_own(value)
 
 
 def _restored(value: Any, before: Any, name: str) -> list[str]:
