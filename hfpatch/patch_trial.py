@@ -66,8 +66,7 @@ def whole_call(root: nn.Module, kept: Kept) -> Call | str:
     if any((kind_of(type(m)) or "").startswith("FSDP") for m in inner.modules()):
         return SHARDED
     held = {f"attribute {name!r} of {path or 'the model'}": v for path, name, v in _attributes(inner)}
-    given = {f"argument {name!r}": v for name, v in [*enumerate(call.args), *call.kwargs.items()]}
-    used_up = next((name for name, value in {**given, **held}.items() if isinstance(value, Iterator)), None)
+    used_up = next((name for name, value in held.items() if isinstance(value, Iterator)), None)
     return obstacle(call) or (f"{used_up} is an iterator, which a run uses up" if used_up else call)
 
 

@@ -449,7 +449,7 @@ class TestNothingIsLeft:
         batches = iter([ids, ids, ids])
         with hfpatch.trace(Draws(gemma)) as t, torch.no_grad():
             t.model(batches)
-        assert t.advice[0].startswith("not tried (argument 0 is an iterator, which a run uses up): hfpatch.apply(")
+        assert t.advice[0].startswith("not tried (its argument '0' is an iterator, which the first run used up): ")
         assert len(list(batches)) == 2
 
     def test_weights_that_have_changed_since(self, gemma: Any, ids: torch.Tensor) -> None:

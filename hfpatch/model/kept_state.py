@@ -54,8 +54,22 @@ def state_as_before(modules: Iterable[nn.Module], passed: Iterable[object] = ())
     try:
         yield changed
     finally:
-        names = [n for value, before, name in found.values() for n in _restored(value, before, name)]
-        changed += dict.fromkeys(names)
+        changed += dict.fromkeys(_all_restored(found))
+
+
+def _all_restored(found: Found) -> list[str]:
+    """Put everything back, tables before tensors; an interruption is raised when that is done."""
+    names: list[str] = []
+    interrupted: BaseException | None = None
+    for value, before, name in sorted(found.values(), key=lambda kept: isinstance(kept[0], torch.Tensor)):
+        try:
+            names += _restored(value, before, name)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interrupted = error
+            names += _restored(value, before, name)
+    if interrupted is not None:
+        raise interrupted
+    return names
 
 
 def _look(value: Any, name: str, found: Found, depth: int, tensors: bool) -> None:
