@@ -54,7 +54,7 @@ def state_as_before(modules: Iterable[nn.Module], passed: Iterable[object] = ())
     try:
         yield changed
     finally:
-        changed += dict.fromkeys(_all_restored(found))
+        changed += sorted(set(_all_restored(found)))
 
 
 def _all_restored(found: Found) -> list[str]:
