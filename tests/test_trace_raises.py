@@ -202,7 +202,7 @@ class TestTwice:
             states.append(stream.state()[0])
         assert states[0] == states[1]
         assert t.first_bad.symptom == "unknown"
-        assert "its forward changes count, last, mean, past" in t.first_bad.why
+        assert "its forward changes count, generator, last, mean" in t.first_bad.why
         assert t.first_bad.why.endswith("all of it was put back")
 
     def test_a_generator_among_the_arguments_is_left_and_the_model_around_it_run_again(self) -> None:
