@@ -124,6 +124,7 @@ def _unpatched(finding: Finding, what: str) -> str:
         "bad-input": "check the data loader and collator that made the batch",
         "bad-weight": "check the checkpoint with `hfpatch scan`, or the optimizer step that wrote the weight",
         "bad-buffer": "check the code that moved or cast the model",
+        "cast-buffer": "load the model with from_pretrained(dtype=) instead of casting it",
         "uninitialised-buffer": "load the model with from_pretrained, or call the module's own initialisation",
         "no-labels": "skip the optimizer step for such a batch, as hfpatch.Guard does",
     }

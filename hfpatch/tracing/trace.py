@@ -23,7 +23,7 @@ from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, Shown, rank, say
 from hfpatch.tracing import views
 from hfpatch.tracing.computed_buffers import expected
-from hfpatch.tracing.diagnosis import Diagnosis
+from hfpatch.tracing.diagnosis import CAST, Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.gradients import LargestGradients, largest
@@ -192,6 +192,7 @@ class Trace(Shown):
             watch.forget()
         if found is not None:
             self.findings.append(found)
+            self.findings.sort(key=lambda finding: finding.symptom == CAST)
         self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
 
     # results
