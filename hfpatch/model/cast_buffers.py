@@ -6,10 +6,13 @@ dtype of its weights. After `.half()`, `.to(torch.bfloat16)` or a Trainer's `bf1
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from hfpatch.compat.modules import buffers, unsaved
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, holds, main_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import inside, starred
+from hfpatch.model.wrapping import plain
 
 Place = tuple[str, str]
 """Path of a module, and the name of a buffer in it."""
@@ -27,6 +31,7 @@ NEVER_WRITTEN = "never written (uninitialised memory)"
 STORED = "in the state dict, so only the checkpoint has its lost digits: load it again with from_pretrained(dtype=)"
 OTHER = "it is not what its class computes, rounded, so something else set it"
 AWAY = "its values are not in this process (offloaded, or not loaded)"
+SET = "the forward of its module sets it"
 OWN = "its module is not transformers' own, so no loader says which dtype its forward expects"
 
 
@@ -87,8 +92,8 @@ def in_float16(survey: Survey) -> bool:
 
 
 def place(path: str, name: str) -> str:
-    """Return a buffer's path, with list indices replaced by `*`."""
-    return starred(f"{path}.{name}" if path else name)
+    """Return a buffer's path without the names of wrappers, with list indices replaced by `*`."""
+    return starred(plain(f"{path}.{name}" if path else name, "module", "base_model"))
 
 
 def cast_buffers(survey: Survey) -> CastBuffers:
@@ -113,6 +118,8 @@ def _cast_buffers(survey: Survey) -> CastBuffers:
         if wanted is not None and holds(buffer.value, wanted):
             if buffer.exact is not None and not torch.equal(wanted.float(), buffer.exact):
                 rounded.append(_cast(buffer, buffer.exact))
+        elif buffer.name in _assigned(type(buffer.module)):
+            left[buffer.place] = SET
         elif buffer.state == "changed":
             if buffer.value.dtype in HALF:
                 left[buffer.place] = OTHER
@@ -121,6 +128,13 @@ def _cast_buffers(survey: Survey) -> CastBuffers:
         elif wanted is None and buffer.state in ("rounded", "uninitialised"):
             left[buffer.place] = OWN
     return CastBuffers(tuple(cast), tuple(rounded), tuple(left.items()))
+
+
+@cache
+def _assigned(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the attributes that a class's forward sets."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR") if code else frozenset()
 
 
 def _cast(buffer: Buffer, wanted: torch.Tensor) -> Cast:

@@ -145,7 +145,9 @@ def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], A
     return Template(where, change, text)
 
 
-def set_buffers(where: Selection, values: Callable[[Context, Target], Mapping[str, torch.Tensor]], text: str) -> Template:
+def set_buffers(
+    where: Selection, values: Callable[[Context, Target], Mapping[str, torch.Tensor]], text: str
+) -> Template:
     """Replace buffers of each module with tensors that may have another dtype.
 
     Args:

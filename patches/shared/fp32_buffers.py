@@ -18,8 +18,8 @@ they become float32 only by name, and where a run of a tiny model of the class s
 for Gemma, whose forward rounds the scale again). What then enters the first layer is cast to the dtype of its weights.
 
 ## Numerics
-equivalent: outputs are bit for bit those of a model that was loaded with dtype=. changes-function where a buffer becomes
-more exact than the loader leaves it.
+equivalent: outputs are bit for bit those of a model that was loaded with dtype=. changes-function where a buffer
+becomes more exact than the loader leaves it.
 
 ## Known limits
 A buffer that holds other values than its class computes was set by something else (a dynamic rotary table that grew):
@@ -37,7 +37,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfpatch.patching import edits, select
-from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Offered, Patch, Refused, Verdict
+from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Offered, Patch, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,16 +62,26 @@ def condition(context: Context) -> Verdict:
     left = f"; left: {_listed(found.left)}" if found.left else ""
     if found.cast:
         return Needed(f"a cast rounded what the loader leaves exact, {described(found.cast)}{left}")
-    what = described(found.rounded)
     tried = _tried(context) if found.rounded else None
-    if tried is not None and tried.error:
-        return Refused(f"the loader rounds {what}; in float32, a tiny model of its class raises {tried.error}{left}")
-    if tried is not None and tried.differs and tried.casts and in_float16(context.survey):
-        return Refused(f"the loader rounds {what}; float32 would widen the float16 stream behind it: run it in bfloat16{left}")
-    if tried is not None and tried.differs:
+    if tried is not None and tried.differs and not (tried.casts and in_float16(context.survey)):
+        what = described(found.rounded)
         return Offered(f"the loader rounds {what}; the model was trained with it{left}", suggested=False)
-    no_effect = f"; float32 would change nothing in {what}" if what else ""
-    return NotNeeded(f"its buffers are as from_pretrained(dtype=) leaves them{no_effect}{left}")
+    return NotNeeded(f"its buffers are as from_pretrained(dtype=) leaves them{_why_not_wider(context)}{left}")
+
+
+def _why_not_wider(context: Context) -> str:
+    """Return why buffers that the loader rounds do not become float32; empty if it rounds none."""
+    from hfpatch.model.cast_buffers import cast_buffers, described
+
+    found = cast_buffers(context.survey).rounded
+    if not found:
+        return ""
+    tried, what = _tried(context), f"; it rounds {described(found)}"
+    if tried.error:
+        return f"{what}, and a tiny model of the class does not take float32 there: {tried.error}"
+    if tried.differs:
+        return f"{what}, and float32 there would widen the float16 stream: run it in bfloat16"
+    return f"{what}, where float32 would change nothing"
 
 
 def _tried(context: Context) -> Tried:
@@ -142,9 +152,7 @@ PATCH = Patch(
     whole=True,
     condition=condition,
     edits=(
-        edits.set_buffers(
-            select.Selection("modules with a rounded buffer", _modules), _values, "set the buffers"
-        ),
+        edits.set_buffers(select.Selection("modules with a rounded buffer", _modules), _values, "set the buffers"),
         edits.cast_input(
             select.Selection("first layers behind a float32 buffer", _first_layers, may_be_empty=True), to="weights"
         ),

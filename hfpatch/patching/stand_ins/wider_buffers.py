@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.compat import hooks
@@ -59,7 +60,8 @@ def _tried(
     cls: type[PreTrainedModel], architecture: str, dtype: torch.dtype, kinds: frozenset[tuple[str, str]]
 ) -> Tried:
     try:
-        model = tiny_of_class(cls, tiny_config(architecture)).to(dtype)
+        model = tiny_of_class(cls, tiny_config(architecture))
+        nn.Module.to(model, dtype)  # in place
         given = {k: _cast(v, dtype) for k, v in example_inputs(model).items()}
         stock = _outputs(model, given)
         for module in model.modules():

@@ -353,8 +353,8 @@ def _on_buffers(buffers: Sequence[Buffer]) -> list[str]:
     never = [b for b in buffers if b.state == "uninitialised"]
     if never:
         notes.append(
-            f"{_places(never)}: memory that was never written, and in no checkpoint; computed anew in the reference, and "
-            f"as from_pretrained leaves them in {AS_LOADED!r}"
+            f"{_places(never)}: memory that was never written, and in no checkpoint; recomputed in the reference, "
+            f"and as from_pretrained leaves them in {AS_LOADED!r}"
         )
     lost = [b for b in buffers if b.state == "changed" and b.value.dtype in HALF]
     if lost:
