@@ -7,6 +7,7 @@
     cast_output        cast the output of a module
     map_output         pass the output of a module through a function
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
+    outside_autocast   run a module outside autocast, its inputs in the dtype of its weights
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
@@ -274,6 +275,17 @@ def in_float32(where: Selection) -> Template:
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
+
+
+def outside_autocast(where: Selection) -> Template:
+    """Run each module outside autocast, its inputs in the dtype of its weights. Without autocast nothing changes."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.outside_autocast import OutsideAutocast
+
+        return OutsideAutocast()
+
+    return Template(where, change, "run outside autocast")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:
