@@ -7,7 +7,7 @@
     cast_output        cast the output of a module
     map_output         pass the output of a module through a function
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
-    outside_autocast   run a module outside autocast, its inputs in the dtype of its weights
+    outside_autocast   run a module in float32 and outside autocast, if autocast is on
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
@@ -278,7 +278,7 @@ def in_float32(where: Selection) -> Template:
 
 
 def outside_autocast(where: Selection) -> Template:
-    """Run each module outside autocast, its inputs in the dtype of its weights. Without autocast nothing changes."""
+    """If autocast is on, run each module outside it, its inputs and weights in float32. Else nothing changes."""
 
     def change(_context: Context, _target: Target) -> Change:
         from hfpatch.patching.kinds.outside_autocast import OutsideAutocast

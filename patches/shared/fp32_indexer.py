@@ -7,13 +7,13 @@ of its heads and their sum. The positions that are chosen then differ from those
 float16 a score above 65,504 is inf.
 
 ## What this changes
-The indexer's forward runs outside autocast, with its inputs in the dtype of its weights. Without autocast nothing
-changes, and nothing has to: products are float32 there.
+Under autocast, the indexer's forward runs outside it, its inputs and its weights in float32. Without autocast nothing
+changes, and nothing has to: the product is float32 there.
 
 ## Numerics
-equivalent: with float32 weights the same positions are chosen as in float32, for the same input. With half-precision
-weights they are those of a run without autocast. `benchmarks/indexers.py` has the figures of eleven architectures.
-Cost: the indexer's projections run in the dtype of its weights, and so does its cache of keys.
+equivalent: the positions are those that are chosen in float32, for the same input of the indexer.
+`benchmarks/indexers.py` has the figures of eleven architectures. Cost: the projections of the indexer and its cache of
+keys are float32; half-precision weights are converted at each call.
 
 ## Known limits
 Tested on tiny random models. What enters the indexer is rounded by autocast before. DataParallel is not served: its
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FEW = {"index_topk": 4}
 """Fewer positions than the case has tokens, or all would be chosen."""
 SPARSE = {
-    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
     "index_block_size": 2,
     "index_topk_blocks": 3,
 }

@@ -1,4 +1,4 @@
-"""A change that runs a module's forward outside autocast."""
+"""A change that runs a module's forward in float32 under autocast."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from hfpatch.compat import accelerate
-from hfpatch.model.roles import weights_dtype
 from hfpatch.patching.kinds.base import Change
 from hfpatch.patching.kinds.states import ABSENT, HERE, State
 from hfpatch.patching.kinds.stream import cast
@@ -19,7 +19,7 @@ FORWARD = "forward"
 
 
 class Forward:
-    """A module's forward, run outside autocast, its floating-point tensor arguments in the dtype of its weights.
+    """A module's forward, which under autocast runs outside it, in float32.
 
     Args:
         module: The module.
@@ -30,26 +30,35 @@ class Forward:
         self.module, self.inner = module, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it. Without autocast nothing is changed."""
-        bare = type(self.module).forward
-        run = (lambda *a, **k: bare(self.module, *a, **k)) if self.inner is None else self.inner
-        device = _device(args, kwargs)
+        """Run it, under autocast with its arguments and weights in float32. Without autocast nothing is changed."""
+        device = next(v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+        run = _Bare(self.module, self.inner)
         if not torch.is_autocast_enabled(device):
             return run(*args, **kwargs)
-        dtype = weights_dtype(self.module) or torch.float32
+        wide = {n: p.float() for n, p in run.named_parameters() if p.is_floating_point() and p.dtype != torch.float32}
+        args, kwargs = tuple(map(_float32, args)), {k: _float32(v) for k, v in kwargs.items()}
         with torch.autocast(device, enabled=False):
-            return run(*(_in(a, dtype) for a in args), **{k: _in(v, dtype) for k, v in kwargs.items()})
+            return functional_call(run, wide, args, kwargs) if wide else run(*args, **kwargs)
 
 
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return next(v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+class _Bare(nn.Module):
+    """Calls a module's forward without its hooks."""
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.module, self.inner = module, inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's forward returns."""
+        inner = self.inner
+        return type(self.module).forward(self.module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
 
 
-def _in(value: Any, dtype: torch.dtype) -> Any:
-    """Return a floating-point tensor, or those in a tuple, in this dtype."""
+def _float32(value: Any) -> Any:
+    """Return a floating-point tensor, or those in a tuple, in float32."""
     if type(value) is tuple:
-        return tuple(_in(v, dtype) for v in value)
-    return cast(value, dtype)
+        return tuple(map(_float32, value))
+    return cast(value, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class OutsideAutocast(Change):
         return "autocast"
 
     def __str__(self) -> str:
-        return "off"
+        return "off, float32"
 
     def inverse(self, root: nn.Module, module: nn.Module) -> Any:
         return module.__dict__.get(FORWARD, ABSENT)
