@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from common import Row, cpu_name, header, table, write_json
+from hfpatch.patches.shared.fp32_indexer import CONFIGS
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
-from hfpatch.patches.shared.fp32_indexer import CONFIGS
 from hfpatch.patching.verifying.chosen import Choice, choices
 from hfpatch.patching.verifying.trial import inputs_of
 

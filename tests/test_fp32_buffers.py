@@ -307,6 +307,15 @@ class TestNeverWritten:
             assert torch.equal(model(input_ids=IDS).logits, true(input_ids=IDS).logits)
         assert not cast_buffers(Survey(model)).cast
 
+    def test_what_other_tensors_left_there(self) -> None:
+        model: Any = tiny_model("llama")
+        with torch.no_grad():
+            model.model.rotary_emb.inv_freq.copy_(torch.randn(4, generator=torch.Generator().manual_seed(0)))
+        assert "never written" in decided(model).reason
+        with torch.no_grad():
+            model.model.rotary_emb.inv_freq.copy_(torch.tensor([1.0, 0.05, 0.002, 0.0001]))  # another base: on purpose
+        assert decided(model).decided == "not needed"
+
     def test_verify_says_so(self) -> None:
         model: Any = tiny_model("llama")
         with torch.no_grad():

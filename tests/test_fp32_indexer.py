@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hfpatch.patches.shared.fp32_indexer import CONFIGS
 from torch import nn
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
-from hfpatch.patches.shared.fp32_indexer import CONFIGS
 from hfpatch.patching.verifying.chosen import choices, indexers
 from tests.fingerprint import fingerprint
 from tests.sampling import first_quick

@@ -19,7 +19,7 @@ from torch import nn
 
 from hfpatch.compat import loading
 from hfpatch.compat.modules import buffers, unsaved
-from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, holds, main_dtype
+from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, holds, is_frequencies, main_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import inside, starred
 from hfpatch.model.wrapping import plain
@@ -152,6 +152,8 @@ def _suspect(value: torch.Tensor | None) -> bool:
         return True
     held = value.detach().float()
     size = held.abs()
+    if value.dim() < 2 and not is_frequencies(held):
+        return True
     odd = ~(size < torch.finfo(torch.float16).max) | ((size < 1e-12) & (held != 0))
     return bool(odd.any()) or not bool(held.any()) or any(torch.equal(held.to(d).float(), held) for d in HALF)
 

@@ -107,6 +107,11 @@ def main_dtype(module: nn.Module) -> torch.dtype:
     return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
 
 
+def is_frequencies(values: torch.Tensor) -> bool:
+    """True if values are one row of numbers from 0 up that never rise, as the frequencies of a rotary table."""
+    return values.dim() < 2 and bool((values >= 0).all()) and bool((values.flatten().diff() <= 0).all())
+
+
 def holds(buffer: torch.Tensor, values: torch.Tensor) -> bool:
     """True if a buffer holds these values, in a dtype that is not narrower."""
     wide = buffer.element_size() >= values.element_size()
@@ -138,8 +143,14 @@ def _in_float32(value: torch.Tensor) -> torch.Tensor:
 
 
 def _never_written(held: torch.Tensor, exact: torch.Tensor) -> bool:
-    """True if values can only be uninitialised memory: not finite, all zero, or nowhere near the recomputed ones."""
+    """True if values can only be uninitialised memory.
+
+    They are not finite, all zero, or somewhere nowhere near the recomputed ones; or they are a table of frequencies with
+    another sign or out of order.
+    """
     if not bool(held.isfinite().all()) or not bool(held.any()):
+        return True
+    if is_frequencies(exact) and not is_frequencies(held):
         return True
     there = exact != 0
     ratio = (held[there] / exact[there]).abs()
@@ -171,7 +182,10 @@ class Settings:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
-        self.text = config.to_json_string(use_diff=False)
+        try:
+            self.text = config.to_json_string(use_diff=False)
+        except (*REJECTIONS, NotImplementedError):  # it holds what JSON does not know
+            self.text = f"config {id(config)}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Settings) and (type(other.config), other.text) == (type(self.config), self.text)

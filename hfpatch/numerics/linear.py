@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-CHUNK = 2**23
-"""Elements of the weight that are float32 at one time: 32 MiB."""
+CHUNK = 2**22
+"""Elements of the weight that are float32 at one time: 16 MiB."""
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

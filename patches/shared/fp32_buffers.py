@@ -10,8 +10,8 @@ memory there that was never written.
 ## What this changes
 Each buffer that equals what its class computes, rounded to half precision, becomes what `from_pretrained(dtype=)` of
 the installed transformers leaves, values and dtype, so that the model computes what the same weights do when they are
-loaded. Memory that was never written is replaced too: values that are not finite, all zero, or a million times as
-large or as small as the computed ones. State dict and weights stay as they are.
+loaded. Memory that was never written is replaced too: values that are not finite, all zero, a million times as large
+or as small as the computed ones, or frequencies below 0 or out of order. State dict and weights stay as they are.
 
 The loader itself rounds some buffers: Gemma's embed_scale, M2M100's sinusoids. The model was trained with them so, so
 they become float32 only by name, and where a run of a tiny model of the class shows that this changes its output (not

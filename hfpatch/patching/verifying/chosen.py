@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def choices(model: nn.Module, run: Callable[[], object]) -> list[Choice]:
         seen.append(_Scores())
         seen[-1].__enter__()
 
-    def end(path: str, module: nn.Module) -> None:
+    def end(path: str, module: nn.Module, *_: Any) -> None:
         mine, (args, kwargs) = seen.pop(), given.pop()
         mine.__exit__(None, None, None)
         other = _in_float32(module, args, kwargs)
@@ -69,7 +70,7 @@ def choices(model: nn.Module, run: Callable[[], object]) -> list[Choice]:
     try:
         for path, module in indexers(dict(model.named_modules())).items():
             handles.append(before(module, begin, first=True, with_kwargs=True))
-            handles.append(after(module, lambda m, *_, path=path: end(path, m)))
+            handles.append(after(module, partial(end, path)))
         with torch.no_grad():
             run()
     finally:
