@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/lm_head.py [--checkpoint DIR --tokens-file FILE] [--device cuda] [--json FILE]
 
 Part a, a head alone (bfloat16, random; the first has the shape of Gemma 3 270M's): the largest error of a token's loss
-against float64, seconds of a forward and a backward pass, and the largest allocation. Part b, with a checkpoint, loaded in bfloat16:
-the ratio of a token's probabilities in a step of generation (with a cache) and in one forward pass over the same
-tokens; 1 is wanted. The layers below the head round as before, so b shows what is left.
+against float64, seconds of a forward and a backward pass, and the largest allocation. Part b, with a checkpoint, which
+is loaded in bfloat16: the ratio of a token's probabilities in a step of generation (with a cache) and in one forward
+pass over the same tokens; 1 is wanted. The layers below the head round as before, so b shows what is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 import hfpatch
-from hfpatch.numerics.linear import linear_in_float32
+from hfpatch.numerics.linear_in_parts import linear_in_float32
 
 ROUNDS = 3
 SHAPES = ((262_144, 640, 64), (32_768, 640, 1024))

@@ -1,4 +1,4 @@
-"""Cases 30 and 39: buffers that a cast rounded become those that the loader leaves, and outputs those of a loaded model."""
+"""Cases 30 and 39: buffers that a cast rounded become those that the loader leaves, outputs those of a loaded model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_outputs_are_those_of_a_loaded_model(name: str, how: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["gptj", "gpt_neox", "bloom", "mpt", "whisper", "m2m_100", "gemma3_text", "ctrl"])
 def test_a_bare_apply_gives_a_loaded_model(name: str, tmp_path: Path) -> None:
-    """Also where nothing, or nothing with an effect, was lost: alibi is computed at each call, sinusoids are weights."""
+    """Also where nothing with an effect was lost: alibi is computed at each call, sinusoids are weights."""
     model: Any = tiny_model(name).bfloat16()
     batch = given(model, torch.bfloat16)
     true = outputs(loaded(model, tmp_path, torch.bfloat16), batch)
@@ -143,7 +143,7 @@ class TestLife:
         model = tiny_model("llama").bfloat16()
         exact = {n: b.clone() for n, b in tiny_model("llama").named_buffers()}
         hfpatch.apply(model, only=ID, verbose=False)
-        for cast in (lambda: model.half(), lambda: model.half().float().half()):
+        for cast in (model.half, lambda: model.half().float().half()):
             cast()
             status = hfpatch.status(model)
             assert {(e.state.word, e.state.now) for e in status.edits} == {("gone", "rounded again, and float16 now")}

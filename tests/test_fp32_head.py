@@ -13,8 +13,8 @@ from torch.nn import functional
 import hfpatch
 from hfpatch.errors import RefusedError
 from hfpatch.lab.tiny import SpeechLLM, tiny_model
-from hfpatch.numerics import linear
-from hfpatch.numerics.linear import linear_in_float32
+from hfpatch.numerics import linear_in_parts
+from hfpatch.numerics.linear_in_parts import linear_in_float32
 from tests.fingerprint import fingerprint
 
 ID = "fp32-lm-head"
@@ -23,7 +23,7 @@ IDS = (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CHUNK", 100)
+    monkeypatch.setattr(linear_in_parts, "CHUNK", 100)
 
 
 def seen(model: Any, head: nn.Module, **words: Any) -> tuple[torch.Tensor, Any]:
@@ -73,7 +73,7 @@ class TestLinear:
         sizes: list[int] = []
         real = torch.Tensor.float
         x = torch.randn(4, 64).bfloat16().requires_grad_()
-        w = torch.randn(3 * linear.CHUNK // 64, 64).bfloat16().requires_grad_()
+        w = torch.randn(3 * linear_in_parts.CHUNK // 64, 64).bfloat16().requires_grad_()
 
         class Watch(torch.overrides.TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,8 +83,8 @@ class TestLinear:
 
         with Watch():
             out = linear_in_float32(x, w)
-        assert max(sizes) <= max(linear.CHUNK, out.numel())
-        assert len([s for s in sizes if s == linear.CHUNK]) == 3
+        assert max(sizes) <= max(linear_in_parts.CHUNK, out.numel())
+        assert len([s for s in sizes if s == linear_in_parts.CHUNK]) == 3
 
 
 @pytest.mark.usefixtures("in_parts")

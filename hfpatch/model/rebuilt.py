@@ -145,8 +145,8 @@ def _in_float32(value: torch.Tensor) -> torch.Tensor:
 def _never_written(held: torch.Tensor, exact: torch.Tensor) -> bool:
     """True if values can only be uninitialised memory.
 
-    They are not finite, all zero, or somewhere nowhere near the recomputed ones; or they are a table of frequencies with
-    another sign or out of order.
+    They are not finite, all zero, or somewhere nowhere near the recomputed ones; or they are frequencies with another
+    sign or out of order.
     """
     if not bool(held.isfinite().all()) or not bool(held.any()):
         return True

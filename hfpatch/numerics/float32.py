@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from hfpatch.compat.functions import AsPlain
-from hfpatch.numerics.linear import linear_in_float32, outside_autocast
+from hfpatch.numerics.linear_in_parts import linear_in_float32, outside_autocast
 
 
 def for_float32(value: Any) -> Any:

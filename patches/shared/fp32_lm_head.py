@@ -12,13 +12,15 @@ caps and scales come after it, and so does the loss, which transformers computes
 head compute in float32 too. The weight stays as it is, tied or not.
 
 ## Numerics
-equivalent: the same function, each logit exact to float32 for the input of the head. The layers before it round as they
-did: two forwards still differ by that. Gradients are added up in float32.
+equivalent: the same function, each logit exact to float32 for the input of the head. On 262,144 x 640 in bfloat16 the
+largest error of a token's loss falls from 5e-2 to 3e-5. The layers below round as they did, and two forwards still
+differ by that: on SmolLM2 135M (CPU) the mean log ratio of a token between generation and one forward falls from 0.039
+to 0.033 only. Gradients are added up in float32.
 
-Cost: the product runs at the speed of float32, a few times that of bfloat16 on a CPU, and ten times and more on a GPU
-whose tensor cores do not take part (torch.backends.cuda.matmul.allow_tf32 lets them; it keeps bfloat16 and float16
-operands exact). Memory: logits take 4 bytes instead of 2, but their later float32 copy in the loss is no copy any more;
-the weight is converted 32 MiB at a time, never as a whole (`benchmarks/lm_head.py`).
+Cost: the product runs at the speed of float32: with its backward pass 2.2 times stock on a CPU, and more on a GPU whose
+tensor cores do not take part (torch.backends.cuda.matmul.allow_tf32 lets them; half-precision operands stay exact).
+Memory: logits take 4 bytes and not 2, but their float32 copy in the loss is no copy any more; the weight is converted
+16 MiB at a time, never as a whole (`benchmarks/lm_head.py`).
 
 ## Known limits
 Losses that multiply by the head's weight themselves (fused linear cross entropy) do not call the head: nothing changes
@@ -30,7 +32,7 @@ huggingface/trl#4303, allenai/open-instruct#1387, pytorch/torchtitan#3667, Prime
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hfpatch.dtypes import dtype_name
 from hfpatch.patching import edits, select
@@ -104,23 +106,10 @@ def _plain(module: object) -> bool:
 
 def symptom(trial: Trial) -> str | None:
     """What the head returns is not the product of what it is given, to float32's accuracy."""
-    from hfpatch.inspecting.facts import heads as every
-    from hfpatch.model.survey import Survey
+    from hfpatch.patching.verifying.head_product import away_from_product
 
-    survey = Survey(trial.model)
-    module: Any = survey.modules[every(survey)[0].path]
-    away: list[float] = []
-
-    def compare(_module: object, args: Any, output: Any) -> None:
-        exact = args[0].double() @ module.weight.double().T
-        away.append(float((output.double() - exact).norm() / exact.norm()))
-
-    handle = module.register_forward_hook(compare)
-    try:
-        trial.logits()
-    finally:
-        handle.remove()
-    return f"logits are {max(away):.1e} away from the exact product" if max(away) > EXACT else None
+    away = away_from_product(trial)
+    return f"logits are {away:.1e} away from the exact product" if away > EXACT else None
 
 
 PATCH = Patch(
