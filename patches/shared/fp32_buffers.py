@@ -170,6 +170,7 @@ PATCH = Patch(
         Case("llama"),
         Case("m2m_100", "bfloat16"),
         Case("bloom", "float16"),
+        Case("gpt2", "float16"),
         Case("whisper", "float16", config=FRAMES, cls="WhisperForConditionalGeneration"),
     ),
     answers=("cast-buffer", "uninitialised-buffer", "bad-buffer"),

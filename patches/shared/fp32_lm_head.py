@@ -126,5 +126,5 @@ PATCH = Patch(
         Case("qwen2", autocast="bfloat16"),
         Case("llama", "bfloat16", inside="speech-llm"),
     ),
-    leaves_alone=(Case("llama"), Case("llama", "bfloat16")),
+    leaves_alone=(Case("llama"), Case("mixtral", "bfloat16")),
 )
