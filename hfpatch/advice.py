@@ -15,6 +15,7 @@ from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
+from hfpatch.symptoms import FINITE
 from hfpatch.tracing.calls import Kept
 from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.trace import Trace
@@ -152,6 +153,8 @@ def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[
 
 
 def _finite(finding: Finding, outcome: Outcome) -> str:
+    if finding.symptom in FINITE:
+        return "gone"
     if finding.phase not in BACKWARD:
         return "finite"
     return "finite, but for the loss scale, which a GradScaler lowers" if outcome.scaled else "gradients finite"
@@ -220,6 +223,7 @@ def _unpatched(finding: Finding, what: str) -> str:
         "bad-input": "check the data loader and collator that made the batch",
         "bad-weight": "check the checkpoint with `hfpatch scan`, or the optimizer step that wrote the weight",
         "bad-buffer": "check the code that moved or cast the model",
+        "cast-buffer": "load the model with from_pretrained(dtype=) instead of casting it",
         "uninitialised-buffer": "load the model with from_pretrained, or call the module's own initialisation",
         "no-labels": "skip the optimizer step for such a batch, as hfpatch.Guard does",
     }

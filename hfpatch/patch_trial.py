@@ -17,6 +17,7 @@ from hfpatch.model.put_back import as_before
 from hfpatch.model.walk import inside
 from hfpatch.model.wrapping import RUN_AGAIN, kind_of, unwrapped
 from hfpatch.patching.apply import apply
+from hfpatch.symptoms import FINITE
 from hfpatch.tracing.calls import Call, Kept
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.rerun_block import first_line, obstacle
@@ -87,7 +88,7 @@ def run_again(root: nn.Module, call: Call, finding: Finding, patches: Collection
     backward = finding.phase in ("backward", "gradients")
     try:
         with torch.inference_mode(mode=False), as_before(root), _patched(root, patches):
-            return _run(call, finding.module, backward=backward)
+            return _run(call, finding, backward=backward)
     except (torch.OutOfMemoryError, MemoryError):
         return Outcome(raised="there is not enough memory to run the call again", short_of_memory=True)
     except Exception as error:  # noqa: BLE001 - the model's code may raise anything when it is run a second time
@@ -103,7 +104,7 @@ def _patched(root: nn.Module, patches: Collection[str]) -> Generator[None]:
         yield
 
 
-def _run(call: Call, module: str, *, backward: bool) -> Outcome:
+def _run(call: Call, finding: Finding, *, backward: bool) -> Outcome:
     given: list[torch.Tensor] = []
     args, kwargs = (_copied(part, given) for part in call.arguments())
     traced = Trace(call.module, backward=backward)
@@ -117,14 +118,16 @@ def _run(call: Call, module: str, *, backward: bool) -> Outcome:
                 if any(not bool(g.isfinite().all()) for g in call.grads.values()):
                     return Outcome(raised="the gradients that came into the model were not finite")
                 bad = _bad_gradients(call, dict(floating(output)), given)
-    place = traced.places.enclosing(module.removeprefix(call.path).removeprefix("."))
+    place = traced.places.enclosing(finding.module.removeprefix(call.path).removeprefix("."))
     if not any(e.role == "output" and inside(e.module, place or "") for step in traced.steps for e in step.events):
         return Outcome(raised=f"when the call was run again, {place or 'the model'} was not run")
-    found = next((f for f in traced.findings if not f.ordinary), None)
+    findings = [f for f in traced.findings if f.symptom not in FINITE or f.symptom == finding.symptom]
+    found = next((f for f in findings if not f.ordinary), None)
     if found is not None:
         found = replace(found, module=f"{call.path}.{found.module}".strip("."))
-        return Outcome(f"still {'NaN' if 'NaN' in found.holds else 'Inf'}: {found.fault}", found)
-    if traced.findings:
+        still = "there" if found.symptom in FINITE else "NaN" if "NaN" in found.holds else "Inf"
+        return Outcome(f"still {still}: {found.fault}", found)
+    if findings:
         return Outcome(scaled=True)
     more = f" and those of {len(bad) - 1} more" if len(bad) > 1 else ""
     return Outcome(f"still gradients that are not finite, of {bad[0]}{more}" if bad else "")

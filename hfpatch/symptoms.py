@@ -32,9 +32,13 @@ SYMPTOMS: dict[str, str] = {
     "bad-weight": "NaN or Inf in a parameter",
     "bad-buffer": "NaN or Inf in a buffer",
     "uninitialised-buffer": "a buffer that differs from what its module computes when it is built",
+    "cast-buffer": "a buffer that a cast of the model rounded, and that from_pretrained leaves in float32",
     "no-labels": "a mean over no supervised token",
     "scale-too-high": "the gradient under this loss scale passes the largest value of its dtype; unscaled it fits",
     "silent-zero": "an overflow that ends in zeros, not in NaN",
     "unknown": "the operation could not be named",
 }
 """Key -> its meaning."""
+
+FINITE = frozenset({"cast-buffer"})
+"""Symptoms of values that are finite: findings of other symptoms come before them."""

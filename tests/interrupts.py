@@ -40,6 +40,14 @@ def overflowing() -> nn.Module:
     return model.half()
 
 
+def rounded() -> nn.Module:
+    return tiny_model("llama", num_hidden_layers=1).bfloat16()
+
+
+def indexed() -> nn.Module:
+    return tiny_model("deepseek_v32", num_hidden_layers=1, index_topk=4)
+
+
 def two_adapters() -> nn.Module:
     from peft import LoraConfig
 
@@ -61,6 +69,8 @@ SUBJECTS: dict[str, Subject] = {
     "attribute that was not there": Subject(speech, "embed-token-resolver"),
     "hook": Subject(overflowing, "fp16-residual-overflow"),
     "tensor": Subject(speech, "projection-init"),
+    "buffer": Subject(rounded, "fp32-buffers"),
+    "forward": Subject(indexed, "fp32-indexer"),
     "attention": Subject(overflowing, "fp32-attention-logits"),
     "adapter": Subject(two_adapters, "lora-target-expansion"),
     "one-plus-tanh": Subject(

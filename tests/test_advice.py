@@ -75,6 +75,12 @@ class TestWords:
         exec(line.removeprefix(TRIED), {"hfpatch": hfpatch, "model": gemma})  # noqa: S102
         with hfpatch.trace(gemma) as t, torch.no_grad():
             gemma(ids)
+        found = t.first_bad
+        assert found is not None
+        assert (found.symptom, t.patches) == ("cast-buffer", ("fp32-buffers",))  # .half() rounded them
+        hfpatch.apply(gemma, only="fp32-buffers", verbose=False)
+        with hfpatch.trace(gemma) as t, torch.no_grad():
+            gemma(ids)
         assert t.first_bad is None
 
     def test_in_a_wrapper(self, gemma: nn.Module) -> None:
@@ -169,7 +175,7 @@ def test_answers_are_true(patch: str, case: Case) -> None:
         pytest.skip(f"{case} needs a GPU")
     entry = registry.get(patch)
     found = traced(case, patched=False)
-    if found is None:
+    if found is None or (found.symptom == "cast-buffer" and "cast-buffer" not in entry.patch.answers):
         assert case.autocast is not None or "relative error" in (entry.patch.symptom(build(case)) or "")
         return
     assert found.symptom in (*entry.patch.answers, *entry.patch.answers_where_it_edits)
@@ -199,8 +205,11 @@ def traced(case: Case, *, patched: bool) -> Finding | None:
     assert found is not None or not wrong
     if found is not None:
         clamped = case.dtype == "float16" and trial.model.config.is_encoder_decoder  # T5's: finite, and wrong
-        assert wrong or clamped
+        if patched and found.symptom == "cast-buffer":
+            return None  # .half() rounded them: another patch's
+        assert wrong or clamped or found.symptom == "cast-buffer"
         (entry,) = (e for e in registry.entries().values() if case in repros(e))
-        assert t.patches == (entry.id,)
-        assert t.advice[0].startswith("tried on this call: ")
+        if found.symptom != "cast-buffer" or entry.id == "fp32-buffers":
+            assert t.patches == (entry.id,)
+            assert t.advice[0].startswith("tried on this call: ")
     return found

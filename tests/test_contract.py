@@ -66,6 +66,8 @@ def lives(entry: registry.Entry) -> list[Case]:
     for name in names:
         like = next((c for c in repros(entry) if c.architecture == name), entry.patch.repros[0])
         config = like.config if like.architecture == name else {}
+        if any((c.architecture, c.dtype, c.cls) == (name, like.dtype, None) for c in entry.patch.leaves_alone):
+            continue
         out.append(replace(like, architecture=name, scale={}, fill={}, config=config, layers=None, tokens=12))
     return out
 

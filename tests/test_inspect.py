@@ -341,9 +341,11 @@ def test_forced_sdpa_on_gemma2_is_a_hazard() -> None:
 
 def test_hazards_of_float16() -> None:
     assert hfpatch.inspect(tiny_model("gemma3_text")).hazards == ()
-    assert hfpatch.inspect(tiny_model("gemma3_text").bfloat16()).hazards == ()
+    (cast,) = hfpatch.inspect(tiny_model("gemma3_text").bfloat16()).hazards
     hazards = hfpatch.inspect(tiny_model("gemma3_text").half()).hazards
-    assert len(hazards) == 2
+    assert len(hazards) == 3
+    assert cast.startswith("a cast rounded 4 buffers: model.rotary_emb.full_attention_inv_freq (off by 0.00012 of its")
+    assert hazards[2].startswith("a cast rounded 4 buffers: ")
     assert hazards[0].startswith("float16 residual stream in model.layers: it can exceed 65,504")
     assert hazards[1].startswith("eager attention in float16 in Gemma3ForCausalLM: the QK product can overflow")
     config = config_of("gemma3_text")

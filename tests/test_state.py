@@ -264,9 +264,9 @@ class TestAttention:
         (second,) = set(parts) - {first}
         configs = {name: (m, m.config) for name, m in model.named_modules() if hasattr(m, "config")}
         parts[second].float()
-        fixes = [hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False)]
+        fixes = [hfpatch.apply(model, exclude=["projection-init", "fp32-buffers", FP16], verbose=False)]
         parts[second].half()
-        fixes.append(hfpatch.apply(model, exclude=["projection-init", FP16], verbose=False))
+        fixes.append(hfpatch.apply(model, exclude=["projection-init", "fp32-buffers", FP16], verbose=False))
         assert [[e.path for e in fix.edits] for fix in fixes] == [[f"model.{first}"], [f"model.{second}"]]
         copies = [copy.deepcopy(model) for _ in range(2)]
         held = fingerprint(model)

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfpatch.compat import dynamo, hooks, implementation
 from hfpatch.compat.peft import has_own_adapters
 from hfpatch.dtypes import dtype_name
+from hfpatch.model.cast_buffers import cast_buffers, described
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack, weights_dtype
 from hfpatch.model.source import kept_in_float32
@@ -305,6 +306,11 @@ def hazards(
                 f"eager attention in float16 in {where}: the QK product can overflow, "
                 "and left padding can give NaN at real tokens"
             )
+    if cast := cast_buffers(survey).cast:
+        yield (
+            f"a cast rounded {described(cast)}; from_pretrained(dtype=) leaves more, "
+            'and hfpatch.apply(model, only="fp32-buffers") restores it'
+        )
     for submodel in survey.outermost_built:
         for dtype in dtypes:
             kept = list(kept_in_float32(submodel.model, dtype))

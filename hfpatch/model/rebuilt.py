@@ -10,11 +10,12 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.compat import initial
 from hfpatch.compat.modules import buffers, unsaved
@@ -25,7 +26,10 @@ from hfpatch.model.wrapping import plain
 
 HALF = (torch.float16, torch.bfloat16)
 
-State = Literal["as made", "rounded", "changed", "persistent"]
+State = Literal["as made", "rounded", "uninitialised", "changed", "persistent"]
+
+FARTHEST = 1e6
+"""Ratio beyond which a value of a buffer is no variant of the recomputed one, but memory that was never written."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Buffer:
         module: Its module.
         name: Its name in the module.
         state: `as made`: equal to the recomputed value. `rounded`: equal to that value rounded to float16 or bfloat16.
-            `changed`: another value, or it cannot be recomputed. `persistent`: it is in the state dict.
+            `uninitialised`: memory that was never written, as after `to_empty`. `changed`: another value, or it cannot
+            be recomputed. `persistent`: it is in the state dict.
         exact: The recomputed float32 value, on the CPU; None if it is persistent or cannot be recomputed.
     """
 
@@ -102,40 +107,103 @@ def main_dtype(module: nn.Module) -> torch.dtype:
     return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
 
 
+def is_frequencies(values: torch.Tensor) -> bool:
+    """True if values are one row of numbers from 0 up that never rise, as the frequencies of a rotary table."""
+    return values.dim() < 2 and bool((values >= 0).all()) and bool((values.flatten().diff() <= 0).all())
+
+
+def holds(buffer: torch.Tensor, values: torch.Tensor) -> bool:
+    """True if a buffer holds these values, in a dtype that is not narrower."""
+    wide = buffer.element_size() >= values.element_size()
+    return wide and buffer.shape == values.shape and torch.equal(_in_float32(buffer), values.float())
+
+
+def is_rounding_of(buffer: torch.Tensor, exact: torch.Tensor) -> bool:
+    """True if a buffer equals the exact values, rounded to float16 or bfloat16, or to one and then the other."""
+    if buffer.shape != exact.shape:
+        return False
+    held, first = _in_float32(buffer), [exact.to(d) for d in HALF]
+    chained = [a.to(b) for a in first for b in HALF]
+    return any(torch.equal(held, r.float()) for r in (*first, *chained))
+
+
 def _state(value: torch.Tensor, exact: torch.Tensor | None) -> State:
-    if exact is None or exact.shape != value.shape:
+    if exact is None or exact.shape != value.shape or type(value.data) is not torch.Tensor:
         return "changed"
-    held = value.detach().cpu().float()
+    held = _in_float32(value)
     if torch.equal(held, exact.float()):
         return "as made"
-    first = [exact.to(d) for d in HALF]
-    chained = [a.to(b) for a in first for b in HALF]
-    return "rounded" if any(torch.equal(held, r.float()) for r in (*first, *chained)) else "changed"
+    if is_rounding_of(value, exact):
+        return "rounded"
+    return "uninitialised" if _never_written(held, exact.float()) else "changed"
+
+
+def _in_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().cpu().float()
+
+
+def _never_written(held: torch.Tensor, exact: torch.Tensor) -> bool:
+    """True if values can only be uninitialised memory.
+
+    They are not finite, all zero, or somewhere nowhere near the recomputed ones; or they are frequencies with another
+    sign or out of order.
+    """
+    if not bool(held.isfinite().all()) or not bool(held.any()):
+        return True
+    if is_frequencies(exact) and not is_frequencies(held):
+        return True
+    there = exact != 0
+    ratio = (held[there] / exact[there]).abs()
+    return bool(((ratio > FARTHEST) | (ratio < 1 / FARTHEST)).any())
 
 
 def _as_loaded(survey: Survey, dtypes: dict[str, torch.dtype]) -> dict[tuple[str, str], torch.Tensor]:
     out: dict[tuple[str, str], torch.Tensor] = {}
     for submodel in survey.outermost_built:
-        cls = stock_class(submodel.model)
+        cls, start = stock_class(submodel.model), len(submodel.path) + 1 if submodel.path else 0
         wanted = {
-            path: module
+            path: plain(without_copy(path[start:]), "base_layer", "token_adapter")
             for path, module in survey.below(submodel.path)
             if any(b.is_floating_point() for b in _unsaved_buffers(module).values())
         }
         if cls is None or not wanted:
             continue
-        try:
-            built = initial.without_weights(cls, submodel.model.config, dtypes[submodel.path])
-        except (*REJECTIONS, NotImplementedError):
-            continue
-        modules = dict(built.named_modules())
-        start = len(submodel.path) + 1 if submodel.path else 0
-        for path, module in wanted.items():
-            relative = plain(without_copy(path[start:]), "base_layer", "token_adapter")
-            twin = modules.get(relative)
-            if twin is not None and type(twin) is type(module):
-                out.update({(path, name): value for name, value in _initialised_buffers(modules, relative)})
+        config, places = Settings(submodel.model.config), tuple(dict.fromkeys(wanted.values()))
+        built = _built(cls, config, dtypes[submodel.path], places)
+        for path, relative in wanted.items():
+            twin, values = built.get(relative, (None, {}))
+            if twin is type(survey.modules[path]):
+                out.update({(path, name): value for name, value in values.items()})
     return out
+
+
+class Settings:
+    """A config, compared by its values."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        try:
+            self.text = config.to_json_string(use_diff=False)
+        except (*REJECTIONS, NotImplementedError):  # it holds what JSON does not know
+            self.text = f"config {id(config)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and (type(other.config), other.text) == (type(self.config), self.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@lru_cache(maxsize=8)
+def _built(
+    cls: type[PreTrainedModel], settings: Settings, dtype: torch.dtype, paths: tuple[str, ...]
+) -> dict[str, tuple[type, dict[str, torch.Tensor]]]:
+    """Return the class and the buffers of these modules of a new model. Nobody may write to them."""
+    try:
+        modules = dict(initial.without_weights(cls, settings.config, dtype).named_modules())
+    except (*REJECTIONS, NotImplementedError):
+        return {}
+    return {p: (type(modules[p]), dict(_initialised_buffers(modules, p))) for p in paths if p in modules}
 
 
 def _unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,10 +2,12 @@
 
     set_attribute      set an attribute of a module
     set_tensor         replace the values of a parameter or buffer in place
+    set_buffers        replace buffers with tensors of another dtype
     cast_input         cast the input of a module
     cast_output        cast the output of a module
     map_output         pass the output of a module through a function
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
+    outside_autocast   run a module in float32 and outside autocast, if autocast is on
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
@@ -18,7 +20,7 @@ in `__dict__`, so a deepcopy or an unpickled model can report its edits and be r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,12 +78,12 @@ class Template:
 
     Attributes:
         where: The modules.
-        change: Computes the change to one of them.
+        change: Computes the change to one of them, or several changes.
         text: A few words about it.
     """
 
     where: Selection
-    change: Callable[[Context, Target], Change]
+    change: Callable[[Context, Target], Change | Sequence[Change]]
     text: str
 
     def resolve(self, context: Context) -> Iterable[Edit]:
@@ -91,8 +93,9 @@ class Template:
             RefusedError: An attribute to set is a property or another data descriptor of the class.
         """
         for target in self.where.targets(context):
-            change = self.change(context, target)
-            yield Edit(target.path, target.module, change, change.now(target.module))
+            made = self.change(context, target)
+            for change in (made,) if isinstance(made, Change) else made:
+                yield Edit(target.path, target.module, change, change.now(target.module))
 
     def __str__(self) -> str:
         return f"{self.text}: {self.where}"
@@ -139,6 +142,25 @@ def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], A
         from hfpatch.patching.kinds.set_tensor import SetTensor
 
         return SetTensor(name, value(context, target))
+
+    return Template(where, change, text)
+
+
+def set_buffers(
+    where: Selection, values: Callable[[Context, Target], Mapping[str, torch.Tensor]], text: str
+) -> Template:
+    """Replace buffers of each module with tensors that may have another dtype.
+
+    Args:
+        where: The modules.
+        values: Returns the new tensors, on the CPU, by the buffer's name.
+        text: A few words about the edit.
+    """
+
+    def change(context: Context, target: Target) -> Sequence[Change]:
+        from hfpatch.patching.kinds.set_buffer import SetBuffer, Values
+
+        return [SetBuffer(name, Values(tensor)) for name, tensor in values(context, target).items()]
 
     return Template(where, change, text)
 
@@ -253,6 +275,17 @@ def in_float32(where: Selection) -> Template:
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
+
+
+def outside_autocast(where: Selection) -> Template:
+    """If autocast is on, run each module outside it, its inputs and weights in float32. Else nothing changes."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.outside_autocast import OutsideAutocast
+
+        return OutsideAutocast()
+
+    return Template(where, change, "run outside autocast")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:

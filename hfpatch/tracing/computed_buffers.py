@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from hfpatch.compat.modules import unsaved
+from hfpatch.model.cast_buffers import Cast, cast_buffers
+from hfpatch.model.survey import Survey
 from hfpatch.model.walk import is_stock
 from hfpatch.tracing.tensors import measurable
 
@@ -30,6 +32,11 @@ def expected(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, torch.T
         for name, value in _as_built(module, absent).items():
             if buffers[name].shape == value.shape:
                 yield path, name, buffers[name], value.to(buffers[name].dtype)
+
+
+def cast(model: nn.Module) -> tuple[Cast, ...]:
+    """Return the buffers of a model that a cast rounded."""
+    return cast_buffers(Survey(model)).cast
 
 
 def _as_built(module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:

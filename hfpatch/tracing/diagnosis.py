@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hfpatch.dtypes import dtype_name
-from hfpatch.tracing import rerun_block
+from hfpatch.model.cast_buffers import described
+from hfpatch.tracing import computed_buffers, rerun_block
 from hfpatch.tracing.calls import Call
 from hfpatch.tracing.events import Event
 from hfpatch.tracing.finding import Finding
@@ -61,7 +62,7 @@ class Diagnosis:
                 return found
             if event.bad and (found := self._diagnose(event)) is not None:
                 return found
-        return self._silent_zero()
+        return self._silent_zero() or self._cast_buffer()
 
     def _diagnose(self, event: Event) -> Finding | None:
         if event.phase == "weights":
@@ -86,6 +87,16 @@ class Diagnosis:
             return None
         why = f"it is {away:.3g} away from what {type(self.modules[event.module]).__name__} computes when it is built"
         return self._report(buffer, "uninitialised-buffer", why)
+
+    def _cast_buffer(self) -> Finding | None:
+        """Return the finding for buffers that a cast of the model rounded, if nothing else is wrong in the step."""
+        first = {(e.module, e.name): e for e in self.step.of("weights") if e.role == "buffer" and not e.is_difference}
+        cast = computed_buffers.cast(self.modules[""]) if first else ()
+        worst = max((c for c in cast if (c.path, c.name) in first), key=lambda c: c.error, default=None)
+        if worst is None:
+            return None
+        why = f"a cast of the model rounded what from_pretrained(dtype=) leaves exact, {described(cast)}"
+        return self._report(first[worst.path, worst.name], "cast-buffer", why)
 
     def _forward(self, event: Event) -> Finding | None:
         stats = event.stats

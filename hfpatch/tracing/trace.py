@@ -23,6 +23,7 @@ from hfpatch.model.survey import Survey
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, Shown, rank, say
+from hfpatch.symptoms import FINITE
 from hfpatch.tracing import beside, failed_forward, views
 from hfpatch.tracing.calls import Kept
 from hfpatch.tracing.computed_buffers import expected
@@ -222,6 +223,7 @@ class Trace(Shown):
             watch.forget()
             self._given.clear()
         self.findings.extend(f for f in (found, raised) if f is not None)
+        self.findings.sort(key=lambda finding: finding.symptom in FINITE)
         self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
 
     def _changed(self) -> str:

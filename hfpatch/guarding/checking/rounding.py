@@ -8,15 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hfpatch.compat.modules import buffers as own_buffers
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.measured import HALF
 from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
-from hfpatch.model.rebuilt import as_loaded
-from hfpatch.model.walk import starred
+from hfpatch.model.cast_buffers import cast_buffers, described
 
 MOVED = 0.5
 """Share of the weights that one step should move."""
@@ -95,26 +93,15 @@ def accumulation(found: Measurement) -> Iterator[Hazard]:
 
 def buffers(subject: Subject) -> Iterator[Hazard]:
     """Buffers that hold less than `from_pretrained` would leave: rotary tables, sinusoids, scales."""
-    worst: dict[str, float] = {}
-    for (path, name), exact in as_loaded(subject.survey).items():
-        value = own_buffers(subject.survey.modules[path]).get(name)
-        if value is None or value.is_meta or value.shape != exact.shape or not value.is_floating_point():
-            continue
-        if value.dtype in HALF and exact.dtype == torch.float32:
-            held, want = value.detach().cpu().double(), exact.double()
-            size = float(want.norm())
-            error_ = float((held - want).norm()) / size if size else 0.0
-            if error_:
-                place = starred(clean_name(f"{path}.{name}" if path else name))
-                worst[place] = max(worst.get(place, 0.0), error_)
-    if worst:
-        place = max(worst, key=worst.__getitem__)
+    found = cast_buffers(subject.survey)
+    if found.cast:
         yield Hazard(
             "buffers-cast",
             certain=True,
-            reason=f"{len(worst)} kinds of buffers that no checkpoint holds were cast to half precision; {place} is "
-            f"off by {worst[place]:.2g} of its size, so that positions or scales differ from the checkpoint's",
-            change="load with from_pretrained(dtype=...), which leaves them in float32, instead of .half() or .to()",
+            reason=f"a cast rounded what no checkpoint holds and from_pretrained(dtype=) leaves exact, "
+            f"{described(found.cast)}: positions or scales differ from those the weights were trained with",
+            change='hfpatch.apply(model, only="fp32-buffers") restores them; or load with from_pretrained(dtype=...) '
+            "instead of .half() or .to()",
         )
 
 

@@ -40,6 +40,8 @@ SAME = ("exact", "equivalent")
 """Effects of edits that compute the same function as before."""
 
 REFERENCE, AS_LOADED = "float32 (reference)", "as loaded with dtype="
+LOST = ("rounded", "uninitialised")
+"""States of buffers whose float32 values are recomputed for the reference."""
 NAMED = 4
 """Number of places that a note names."""
 
@@ -100,8 +102,9 @@ def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names =
     """
     ready = prepared(model, batch)
     survey = Survey(model)
-    buffers = floating_buffers(survey)
     bare = [e for e in edits if e.effect in SAME]
+    with suspended(model, [(e.module, e.record) for e in bare]):  # as the reference has them
+        buffers = floating_buffers(survey)
     wanted = _chosen(_ways(survey, buffers, edits), runs)
     bench = _Bench(model, survey, ready, buffers, tuple((e.module, e.record) for e in bare))
     tick = patience("verify")
@@ -120,7 +123,7 @@ def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names =
 
 def _ways(survey: Survey, buffers: Iterable[Buffer], edits: Sequence[Edited]) -> list[Way]:
     """Return all rows that this model can have."""
-    rounded = any(b.state == "rounded" for b in buffers)
+    rounded = any(b.state in LOST for b in buffers)
     loaded = [Way(AS_LOADED, bare=False)] if rounded else []
     if not edits:
         stock = [w for w in STOCK if w.autocast or w.weights != main_dtype(survey.root) or rounded]
@@ -168,14 +171,14 @@ class _Bench:
         return next(self.model.parameters()).device
 
     def values(self, way: Way) -> dict[Place, torch.Tensor]:
-        """Return other values for a run's rounded buffers; buffers that cannot be rebuilt keep their values."""
+        """Return other values for a run's rounded or uninitialised buffers; all others keep their values."""
         if way.buffers == "as they are":
             return {}
-        rounded = {(b.path, b.name): b.exact for b in self.buffers if b.state == "rounded" and b.exact is not None}
-        if way.buffers == "exact" or not rounded:
-            return rounded
+        lost = {(b.path, b.name): b.exact for b in self.buffers if b.state in LOST and b.exact is not None}
+        if way.buffers == "exact" or not lost:
+            return lost
         loaded = self.survey.once(("as loaded", way.weights), lambda: as_loaded(self.survey, way.weights))
-        return {place: loaded[place] for place in rounded if place in loaded}
+        return {place: loaded[place] for place in lost if place in loaded}
 
     def run(self, way: Way, off: Sequence[tuple[nn.Module, Record]] = ()) -> tuple[Answer, dict[str, Any]]:
         """Return the output of one run; with time and memory, if the model runs as it is on a GPU."""
@@ -346,6 +349,12 @@ def _on_buffers(buffers: Sequence[Buffer]) -> list[str]:
         notes.append(
             f"{_places(rounded)}: rounded to half precision, and in no checkpoint; float32 in the reference, and as "
             f"from_pretrained leaves them in {AS_LOADED!r}"
+        )
+    never = [b for b in buffers if b.state == "uninitialised"]
+    if never:
+        notes.append(
+            f"{_places(never)}: memory that was never written, and in no checkpoint; recomputed in the reference, "
+            f"and as from_pretrained leaves them in {AS_LOADED!r}"
         )
     lost = [b for b in buffers if b.state == "changed" and b.value.dtype in HALF]
     if lost:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.sizes import SIZES, VOCABULARY
 from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_config, tiny_model, tiny_of_class
+from hfpatch.model.walk import Walk
 from hfpatch.patching.verifying.case import Case
 
 LAYERS: int = SIZES["num_hidden_layers"]
@@ -67,6 +69,21 @@ class Trial:
         """Logits of the same weights in bfloat16, as `logits` returns them."""
         return self._run(copy.deepcopy(self.master).bfloat16(), None)
 
+    @cached_property
+    def loaded(self) -> torch.Tensor:
+        """Logits of the same weights saved, and loaded with `from_pretrained(dtype=)`, as `logits` returns them."""
+        model = copy.deepcopy(self.model)
+        for submodel in Walk(model).outermost_built:
+            with tempfile.TemporaryDirectory() as directory, _without_progress_bars():
+                submodel.model.save_pretrained(directory)
+                cls: Any = type(submodel.model)
+                new = cls.from_pretrained(directory, dtype=getattr(torch, self.case.dtype), attn_implementation="eager")
+            if not submodel.path:
+                return self._run(new.eval(), self.case.autocast)
+            parent, _, name = submodel.path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new.eval())
+        return self._run(model, self.case.autocast)
+
     def bad_gradients(self) -> list[str]:
         """Run a backward pass of the mean squared logit; return the names of parameters with non-finite gradients."""
         self.model(**self._inputs(self.model)).logits.float().square().mean().backward()
@@ -88,6 +105,17 @@ class Trial:
     def _inputs(self, model: nn.Module) -> dict[str, Any]:
         mask = {"attention_mask": self.real.long()} if self.case.padded else {}
         return inputs_of(model, self.ids) | mask
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Generator[None]:
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()
 
 
 def token_ids(case: Case) -> torch.Tensor:

@@ -6,7 +6,6 @@ autocast, and the weights stay as they are.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from hfpatch.compat.functions import AsPlain
+from hfpatch.numerics.linear_in_parts import linear_in_float32, outside_autocast
 
 
 def for_float32(value: Any) -> Any:
@@ -38,8 +38,11 @@ class Float32Compute(torch.Tensor):
         if func not in COMPUTED_IN_FLOAT32:
             with AsPlain():
                 return func(*args, **kwargs)
+        if func is functional.linear:
+            with AsPlain():
+                return linear_in_float32(*map(_untyped, args), **{k: _untyped(v) for k, v in kwargs.items()})
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with _outside_autocast(device), AsPlain():
+        with outside_autocast(device), AsPlain():
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 
@@ -59,7 +62,7 @@ class Float32ComputeProxy:
         if func not in COMPUTED_IN_FLOAT32:
             return func(*args, **kwargs)
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with _outside_autocast(device):
+        with outside_autocast(device):
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 
@@ -85,9 +88,9 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _outside_autocast(device: str) -> Any:
-    """Return a context without autocast; empty for meta, which has none (asking breaks a graph in torch 2.11)."""
-    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+def _untyped(value: Any) -> Any:
+    """Return a `Float32Compute` as a plain tensor; also while torch.compile traces, which knows no `as_subclass`."""
+    return value.view_as(value) if isinstance(value, Float32Compute) else value
 
 
 def _float32(value: Any) -> Any:
