@@ -26,6 +26,7 @@ from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
+from hfpatch.tracing.growing.growth import FINITE, Growth
 from hfpatch.tracing.gradients import LargestGradients, largest
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
@@ -44,7 +45,8 @@ class Trace(Shown):
 
     Attributes:
         steps: The traced steps, in order (`hfpatch.tracing.events.Step`).
-        findings: The first fault of each traced step that has one.
+        findings: The first fault of each traced step that has one; those whose values are all finite (`growth`,
+            `vanishing`, one for each place) come last.
         intentional: Descriptions of tensors that are not finite on purpose.
     """
 
@@ -77,6 +79,7 @@ class Trace(Shown):
         self._entered = 0
         self._count = 0
         self._compared = False
+        self._growth = Growth()
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._known: set[tuple[str, str, str]] = set()
         self._watch: Watch | None = None
@@ -152,7 +155,7 @@ class Trace(Shown):
             self._hooks.set()
             self._watch = self._hooks.watch = Watch(
                 self.places,
-                step=Step(number, self._entered - 1),
+                step=Step(number, self._entered - 1, frozenset(self.places.blocks)),
                 backward=self.backward and torch.is_grad_enabled(),
                 measured=self._measured,
                 ended=self._conclude,
@@ -180,18 +183,19 @@ class Trace(Shown):
             self._hooks.watch = None
         step = watch.step
         self.steps.append(step)
-        if not step.close({device: gathered.read() for device, gathered in watch.rows.items()}):
-            watch.forget()
-            return
-        diagnosis = Diagnosis(watch, dict(self.model.named_modules()), self._known)
+        odd = step.close({device: gathered.read() for device, gathered in watch.rows.items()})
+        modules = dict(self.model.named_modules())
+        diagnosis = Diagnosis(watch, modules, self._known)
         self._busy = True
         try:
-            found = diagnosis.finding()
+            found = diagnosis.finding() if odd else None
+            if found is None and (grown := self._growth.finding(step, watch.calls, modules)) is not None:
+                self.findings.append(grown)
         finally:
             self._busy = False
             watch.forget()
-        if found is not None:
-            self.findings.append(found)
+        if found is not None:  # before those whose values are finite
+            self.findings.insert(sum(f.symptom not in FINITE for f in self.findings), found)
         self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
 
     # results

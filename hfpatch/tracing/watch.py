@@ -19,7 +19,8 @@ from hfpatch.compat.autograd import after_backward, version
 from hfpatch.compat.modules import BUFFERS, PARAMETERS
 from hfpatch.numerics.statistics import Rows, rows
 from hfpatch.tracing.calls import Call, snapshot
-from hfpatch.tracing.events import Event, Phase, Step
+from hfpatch.tracing.events import Event, Operation, Passage, Phase, Step
+from hfpatch.tracing.growing.own_code import OwnCode
 from hfpatch.tracing.tensors import cached, floating, local, measurable
 from hfpatch.tracing.watched import Places
 
@@ -63,6 +64,8 @@ class Watch:
         self._numbers: dict[str, int] = {}
         self._stack: list[tuple[str, int]] = []
         self._hooked: set[tuple[str, int, str]] = set()
+        self._passages: dict[tuple[str, int], Passage] = {}
+        self._own_code = OwnCode(self._operation)
         self._running = False
         self._gradients = False
         self._lock = threading.Lock()
@@ -82,6 +85,7 @@ class Watch:
         self.caches.clear()
         self.output = None
         self._seen.clear()
+        self._own_code.forget()
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the start of a call of the model: its parameters and buffers, then its inputs."""
@@ -125,7 +129,10 @@ class Watch:
         snapshot((*args, *kwargs.values()), self.caches)
         versions = [(tensor, version(tensor)) for _, tensor in given]
         call = self.calls[path, number] = Call(path, module, number, args, dict(kwargs), self.caches, versions)
+        passage = self._passages[path, number] = Passage(path, number, call.inputs)
+        self.step.passages.append(passage)
         for name, tensor in given:
+            self._made(tensor)
             self._input(path, name, number, tensor, call)
         self._stack.append((path, number))
 
@@ -139,17 +146,41 @@ class Watch:
         """Record the output of a watched module; `keeps` as for `called`."""
         number = self._numbers.get(path, 0)
         call = self.calls.get((path, number)) if keeps else None
+        passage = self._passages.get((path, number)) if keeps and self._running else None
         for name, tensor in floating(output):
-            if self._running and self._known(tensor) is None:
-                self._new("forward", path, "output", name, number, tensor, call)
+            known = self._known(tensor) if self._running else None
+            if passage is not None:
+                if path in self.places.blocks:
+                    self._own_code.end(tensor)
+                else:
+                    self._made(tensor)
+            if self._running and known is None:
+                known = self._new("forward", path, "output", name, number, tensor, call)
             elif not self._running and (path, number, name) not in self._hooked:  # recomputed under checkpointing
                 self._follow(tensor, path, "output", name, number, None, call)
             elif call is not None and self.backward and tensor.requires_grad:
                 tensor.register_hook(partial(self._keep, call, name))
+            if passage is not None and known is not None:
+                passage.outputs.append(known)
         if keeps and self._running:
             self._stack.pop()
             if self.progress is not None:
                 self.progress(path)
+
+    def _made(self, tensor: torch.Tensor) -> None:
+        """Watch the operations by which the innermost container that runs made a tensor, if it did."""
+        if self.backward and self._stack and tensor.requires_grad and self._known(tensor) is None:
+            self._own_code.follow(tensor, *self._stack[-1])
+
+    def _operation(
+        self, path: str, number: int, node: str, region: int, made: list[torch.Tensor], given: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Record the gradients of an operation in a container's own code."""
+        if self.backward and all(map(measurable, (given, *made))):
+            first, *others = (
+                self._event("backward", path, "output", node, number, g, into=[]) for g in (given, *made)
+            )  # fmt: skip
+            self.step.own_code.append(Operation(path, number, node, region, first, tuple(others)))
 
     def _known(self, tensor: torch.Tensor) -> int | None:
         """Return the event of a tensor that was recorded before and not written to since; None for any other."""
@@ -166,11 +197,11 @@ class Watch:
 
     def _event(
         self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor,
-        forward: int | None = None, is_difference: bool = False,
+        forward: int | None = None, is_difference: bool = False, into: list[Event] | None = None,
     ) -> Event:  # fmt: skip
         held = local(tensor)
         device = held.device
-        events = self.step.events
+        events = self.step.events if into is None else into
         with self._lock:  # a model on several GPUs has a backward thread for each
             gathered = self.rows.get(device)
             if gathered is None:
