@@ -149,6 +149,7 @@ class Operation:
         region: Number of the tensor that this piece of code made.
         given: The gradient that the operation was given.
         made: The gradients that it made.
+        leaving: For each of them, True if it goes to another module.
     """
 
     path: str
@@ -157,6 +158,7 @@ class Operation:
     region: int
     given: Event
     made: tuple[Event, ...]
+    leaving: tuple[bool, ...]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from hfpatch.compat.modules import BUFFERS, PARAMETERS
 from hfpatch.numerics.statistics import Rows, rows
 from hfpatch.tracing.calls import Call, snapshot
 from hfpatch.tracing.events import Event, Operation, Passage, Phase, Step
-from hfpatch.tracing.growing.own_code import OwnCode
+from hfpatch.tracing.growing.own_code import Made, OwnCode
 from hfpatch.tracing.tensors import cached, floating, local, measurable
 from hfpatch.tracing.watched import Places
 
@@ -124,6 +124,8 @@ class Watch:
         if not keeps:
             for name, tensor in given:
                 if self._known(tensor) is None:
+                    if self._stack[-1][0] in self.places.written:
+                        self._made(tensor)
                     self._new("forward", path, "input", name, number, tensor, None)
             return
         snapshot((*args, *kwargs.values()), self.caches)
@@ -149,11 +151,11 @@ class Watch:
         passage = self._passages.get((path, number)) if keeps and self._running else None
         for name, tensor in floating(output):
             known = self._known(tensor) if self._running else None
-            if passage is not None:
-                if path in self.places.blocks:
-                    self._own_code.end(tensor)
-                else:
+            if self._running and self.backward:
+                if path in self.places.containers or path in self.places.written:
                     self._made(tensor)
+                elif keeps or self._stack[-1][0] in self.places.written:
+                    self._own_code.end(tensor)
             if self._running and known is None:
                 known = self._new("forward", path, "output", name, number, tensor, call)
             elif not self._running and (path, number, name) not in self._hooked:  # recomputed under checkpointing
@@ -168,19 +170,24 @@ class Watch:
                 self.progress(path)
 
     def _made(self, tensor: torch.Tensor) -> None:
-        """Watch the operations by which the innermost container that runs made a tensor, if it did."""
+        """Watch the operations by which the innermost container or block that runs made a tensor, if it did.
+
+        Only the code of containers, and of blocks that the user wrote, is watched.
+        """
         if self.backward and self._stack and tensor.requires_grad and self._known(tensor) is None:
             self._own_code.follow(tensor, *self._stack[-1])
 
     def _operation(
-        self, path: str, number: int, node: str, region: int, made: list[torch.Tensor], given: torch.Tensor
+        self, path: str, number: int, node: str, region: int, made: list[Made], given: torch.Tensor
     ) -> None:  # fmt: skip
         """Record the gradients of an operation in a container's own code."""
-        if self.backward and all(map(measurable, (given, *made))):
+        gradients = [gradient for gradient, _ in made]
+        if self.backward and all(map(measurable, (given, *gradients))):
             first, *others = (
-                self._event("backward", path, "output", node, number, g, into=[]) for g in (given, *made)
-            )  # fmt: skip
-            self.step.own_code.append(Operation(path, number, node, region, first, tuple(others)))
+                self._event("backward", path, "output", node, number, g, into=[]) for g in (given, *gradients)
+            )
+            leaving = tuple(out for _, out in made)
+            self.step.own_code.append(Operation(path, number, node, region, first, tuple(others), leaving))
 
     def _known(self, tensor: torch.Tensor) -> int | None:
         """Return the event of a tensor that was recorded before and not written to since; None for any other."""

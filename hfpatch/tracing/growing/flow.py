@@ -138,11 +138,20 @@ def _own_code(step: Step) -> Iterator[Change]:
     for (path, number, _), listed in regions.items():
         passage = Passage(path, number)
         first = listed[0].given  # the backward pass comes to the last operation first
+        if not sound(first):
+            continue
         # what is summed over rows or elements on the way, such as the gradient of a mean square, has another unit
-        made = [e for o in listed for e in o.made if sound(e) and e.stats.size >= first.stats.size]
-        if made and sound(first):
-            top = max(made, key=lambda e: _between(e, first))
-            yield from _change("backward", "own code", passage, first, top)
+        made = [
+            (e, out)
+            for o in listed
+            for e, out in zip(o.made, o.leaving, strict=True)
+            if sound(e) and e.stats.size >= first.stats.size
+        ]
+        leaving = [(e, out) for e, out in made if out and path not in step.blocks]
+        for most, wanted in ((max, made), (min, leaving)):
+            if wanted:
+                top = most((e for e, _ in wanted), key=lambda e: _between(e, first))
+                yield from _change("backward", "own code", passage, first, top)
 
 
 def _stacks(step: Step, gradients: _Gradients) -> Iterator[Change]:

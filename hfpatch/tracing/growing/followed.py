@@ -6,6 +6,7 @@ backward functions that they left in autograd's graph. The model does not change
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,11 @@ class Ran:
     result: Size
     spread: float | None = None
     eps: float = 0.0
+
+    @property
+    def of_signal(self) -> int:
+        """Number of operands that come from the call's arguments or other operations: not parameters or constants."""
+        return sum(s is not None for s in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,7 @@ def follow(call: Call, *, backward: bool) -> Followed:
     try:
         with call.as_it_was(), torch.inference_mode(call.inference), torch.set_grad_enabled(backward), log:
             out = nn.Module.__call__(call.module, *args, **kwargs)
+            log.assign_custom(out)
         results = floating(out)
         seen.output = log.maker(results[0][1]) if results else None
         if backward:
@@ -145,6 +152,7 @@ class _Log(TorchFunctionMode):
         super().__init__()
         self.seen = seen
         self._names = {id(t): n for n, t in (*call.module.named_parameters(), *call.module.named_buffers())}
+        self._kept: list[torch.Tensor] = []
         self._stack = [call.path]
         self._makers = {id(t): (weakref.ref(t), GIVEN) for _, t in given}
         self._nodes: dict[Any, int] = {}
@@ -158,12 +166,12 @@ class _Log(TorchFunctionMode):
 
     def _follow(self, path: str, module: nn.Module) -> None:
         def before(_module: nn.Module, args: Any) -> None:
+            self.assign_custom(args)
             self._stack.append(path)
             self._norm(path, module, args)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            for _, tensor in floating(output):
-                self._assign(tensor, None)  # what a custom autograd Function left
+            self.assign_custom(output)
             self._stack.pop()
 
         self._handles += [hooks.before(module, before), hooks.after(module, after)]
@@ -188,8 +196,13 @@ class _Log(TorchFunctionMode):
                 ran.spread = _spread(operands[0], centred=name != "rms_norm")
                 ran.eps = next((n for n in reversed(ran.numbers) if 0 < n < 1), 0.0)
             self.seen.ran.append(ran)
+            of_parameters = bool(operands) and all(s is None for s in sources)
             for result in results:
-                self._makers[id(result)] = weakref.ref(result), len(self.seen.ran) - 1
+                if of_parameters:  # a view of a weight, or its cast
+                    self._names[id(result)] = before[0].name
+                    self._kept.append(result)
+                else:
+                    self._makers[id(result)] = weakref.ref(result), len(self.seen.ran) - 1
                 self._assign(result, len(self.seen.ran) - 1)
         return out
 
@@ -197,6 +210,11 @@ class _Log(TorchFunctionMode):
         """Return the operation that made a tensor; None if none of this call did."""
         known = self._makers.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
+
+    def assign_custom(self, values: Any) -> None:
+        """Assign what custom autograd Functions left behind these tensors to the module that runs."""
+        for _, tensor in floating(values):
+            self._assign(tensor, None)
 
     def _assign(self, tensor: torch.Tensor, ran: int | None) -> None:
         """Assign the backward functions behind a tensor that no operation has yet: to this one, or to a custom one."""
@@ -237,6 +255,7 @@ class _Log(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
         self._makers.clear()
+        self._kept.clear()
 
 
 def size(tensor: torch.Tensor, name: str = "") -> Size:
@@ -252,17 +271,21 @@ def size(tensor: torch.Tensor, name: str = "") -> Size:
 
 
 def _spread(tensor: torch.Tensor, *, centred: bool) -> float:
-    """Return the standard deviation, or the RMS, of the middle row of a tensor `[..., features]`."""
+    """Return the standard deviation, or the RMS, of the middle row of a tensor `[..., features]`; inf if all are 0."""
     rows = local(tensor.detach()).double()
     if rows.dim() == 0 or rows.numel() == 0:
         return 0.0
+    rows = rows.flatten(0, -2) if rows.dim() > 1 else rows[None]
+    rows = rows[(rows != 0).any(-1)]
+    if not len(rows):
+        return math.inf
     rows = rows - rows.mean(-1, keepdim=True) if centred else rows
     return float(rows.square().mean(-1).sqrt().median())
 
 
 def _plain(name: str) -> str:
     """Return a function's name without the marks of operators: `__rdiv__`, `add_` and `div` are `rdiv`, `add`, `div`."""
-    return name.strip("_") if name.startswith("__") else name.rstrip("_")
+    return name.strip("_")
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -14,10 +14,12 @@ from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.growing import path, words
 from hfpatch.tracing.growing.flow import Change, changes
 from hfpatch.tracing.growing.followed import Followed, follow
-from hfpatch.tracing.growing.limits import GROWS, INSIDE, OWN_CODE, VANISHES, suspicious
+from hfpatch.tracing.growing.limits import GROWS, INSIDE, OWN_CODE, SHARP, VANISHES, suspicious
 
 FINITE = frozenset({"growth", "vanishing"})
 """Symptoms of findings in which every value is finite."""
+NOTHING = 1e-6
+"""Initial size of weights below which they let no signal pass."""
 TRIALS = 3
 """Most calls of a step that are run again."""
 AGAIN = 10.0
@@ -55,7 +57,7 @@ class Growth:
                 continue
             trials += 1
             found = _confirmed(change, step, calls)
-            if found is None or _as_initialised(found, modules):
+            if found is None or _unloaded(modules):
                 self._cleared[key] = change.factor
                 continue
             self._reported.add((change.direction, change.path))
@@ -76,22 +78,31 @@ def _confirmed(
     if seen.why_not is not None:
         certain = change.kind == "block" and (change.factor > INSIDE or change.factor < 1 / INSIDE)
         return (change, None, seen, seen.why_not) if certain else None
-    way = _way(seen, change)
+    way = _way(seen, change, step)
     if way is None:
         return None
-    if change.factor < 1 and change.kind == "block":
-        sharp = any(s.gain < VANISHES and not s.by_design for s in way.steps)
+    if change.factor < 1:
+        sharp = any(s.gain < VANISHES and not s.by_design and not _mixed(seen, s) for s in way.steps)
         return (change, way, seen, "") if way.net < VANISHES and sharp else None
     limit = {"block": GROWS[change.direction], "inside": INSIDE, "own code": OWN_CODE}[change.kind]
-    return (change, way, seen, "") if way.net > limit else None
+    sharp = any(s.gain > SHARP and not s.by_design for s in way.steps)
+    return (change, way, seen, "") if way.net > limit and sharp else None
 
 
-def _way(seen: Followed, change: Change) -> path.Way | None:
+def _mixed(seen: Followed, step: path.Step) -> bool:
+    """True for a product of two tensors of the signal, as in a gated unit, and for attention, which averages."""
+    ran = seen.ran[step.ran]
+    return ran.name in words.ATTENTION or (ran.name in words.PRODUCTS and ran.of_signal > 1)
+
+
+def _way(seen: Followed, change: Change, step: Step) -> path.Way | None:
     if change.direction == "forward":
         return path.forward(seen)
     if change.kind == "block":
         return path.backward(seen, path.into_arguments(seen))
-    own = change.path if change.kind == "own code" else None
+    own = change.path if change.kind == "own code" and change.path not in step.blocks else None
+    if own is not None and change.factor < 1:
+        return path.backward(seen, path.smallest_within(seen, own), own)
     return path.backward(seen, path.largest_within(seen, own), own)
 
 
@@ -109,21 +120,22 @@ def _in_stack(
     if top is None or call is None:
         return None
     seen = follow(call, backward=change.direction == "backward")
-    way = _way(seen, top) if seen.why_not is None else None
+    way = _way(seen, top, step) if seen.why_not is None else None
     return change, way, seen, seen.why_not or ""
 
 
-def _as_initialised(
-    found: tuple[Change, path.Way | None, Followed, str], modules: Mapping[str, nn.Module]
-) -> bool:  # fmt: skip
-    """True if a signal vanishes in a weight that is as small as the model's config says (`initializer_range`)."""
-    change, way, seen, _ = found
-    if change.factor > 1 or way is None:
-        return False
-    ran = seen.ran[min((s for s in way.steps if not s.by_design), key=lambda s: s.gain).ran]
-    configs = [vars(m).get("config") for p, m in modules.items() if ran.path == p or ran.path.startswith(f"{p}.") or not p]
-    ranges = [r for c in configs if isinstance(r := getattr(c, "initializer_range", None), float)]
-    return any(r / 2 <= weight.rms <= r * 2 for r in ranges for weight in ran.operands if weight.name)
+def _unloaded(modules: Mapping[str, nn.Module]) -> bool:
+    """True if weights are as small as a config initialises them, and that is next to nothing.
+
+    The vision towers of SAM and BLIP-2 have an `initializer_range` of 1e-10: without a checkpoint no signal passes.
+    """
+    for module in modules.values():
+        range_ = getattr(vars(module).get("config"), "initializer_range", None)
+        if isinstance(range_, float) and range_ < NOTHING:
+            sizes = (float(p.detach().square().mean().sqrt()) for p in module.parameters() if p.dim() > 1)
+            if any(range_ / 2 <= size <= range_ * 2 for size in sizes):
+                return True
+    return False
 
 
 def _report(

@@ -26,6 +26,8 @@ STACK, EACH = 1e4, 1.5
 """Factor over all blocks of a list, and on average in each of them."""
 VANISHES = 1e-2
 """Factor in one block, or of one operation, below which the signal vanishes."""
+SHARP = 8.0
+"""Factor that at least one operation must have where the signal grows: no chain of ordinary ones is a fault."""
 MANY = 8
 """Blocks of a kind from which on each is also compared with their median."""
 
@@ -42,7 +44,7 @@ def excess(change: Change, usual: float = 1.0) -> float:
         return change.factor / STACK if each > EACH else 0.0
     limit = {"block": GROWS[change.direction], "inside": INSIDE, "own code": OWN_CODE}[change.kind]
     grown = max(change.factor, change.factor / usual) / limit
-    vanished = VANISHES / change.factor if change.kind == "block" else 0.0
+    vanished = VANISHES / change.factor if change.kind in ("block", "own code") else 0.0
     return max(grown, vanished)
 
 

@@ -17,18 +17,19 @@ PLAIN = ("View", "Reshape", "Transpose", "Permute", "Expand", "Squeeze", "Unsque
 """How the names of backward functions begin that change no value."""
 
 
+Made = tuple[torch.Tensor, bool]
+
+
 class OwnCode:
     """Follows the graph of each tensor that a container made back to the tensors that its parts returned.
 
     Args:
         record: Called in the backward pass with path and number of the container's call, the name of a backward
-            function, the number of the tensor that was followed, the gradients that the function made, and the one
-            that it was given.
+            function, the number of the tensor that was followed, the gradients that the function made, each with True
+            if it goes to another module, and the gradient that it was given.
     """
 
-    def __init__(
-        self, record: Callable[[str, int, str, int, list[torch.Tensor], torch.Tensor], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, record: Callable[[str, int, str, int, list[Made], torch.Tensor], None]) -> None:
         self.record = record
         self._ends: set[Any] = set()
         self._regions = 0
@@ -41,6 +42,7 @@ class OwnCode:
     def follow(self, tensor: torch.Tensor, path: str, number: int) -> None:
         """Watch the operations by which a container made a tensor."""
         self._regions += 1
+        parts = frozenset(self._ends)
         pending, left = [tensor.grad_fn], LONGEST
         while pending and left:
             node: Any = pending.pop()
@@ -50,12 +52,15 @@ class OwnCode:
             left -= 1
             pending.extend(inner for inner, _ in node.next_functions)
             if not node.name().startswith(PLAIN):
-                inner = [bool(n is not None and n.next_functions) for n, _ in node.next_functions]  # no parameters
-                node.register_hook(self._hook(node.name(), path, number, self._regions, inner))
+                goes = [
+                    None if n is None or not n.next_functions else n in parts  # None: to a parameter
+                    for n, _ in node.next_functions
+                ]
+                node.register_hook(self._hook(node.name(), path, number, self._regions, goes))
 
-    def _hook(self, name: str, path: str, number: int, region: int, inner: list[bool]) -> Callable[[Any, Any], None]:
+    def _hook(self, name: str, path: str, number: int, region: int, goes: list[bool | None]) -> Callable[[Any, Any], None]:
         def seen(made: tuple[torch.Tensor | None, ...], given: tuple[torch.Tensor | None, ...]) -> None:
-            gradients = [g for g, keep in zip(made, inner, strict=True) if keep and g is not None]
+            gradients = [(g, out) for g, out in zip(made, goes, strict=True) if out is not None and g is not None]
             first = next((g for g in given if g is not None), None)
             if gradients and first is not None:
                 self.record(path, number, name, region, gradients, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 from hfpatch.tracing.growing.flow import Direction, factor
 from hfpatch.tracing.growing.followed import FUSED_NORMS, GIVEN, Edge, Followed, Ran, Size
 
-WORKS_TO = 1e3
-"""Largest gain of a norm that does its work: `1 / sqrt(eps)` for an eps of 1e-6."""
+FAINT, LEAST = 0.01, 2e-5
+"""A norm does its work if its rows spread by at least this times the root of its eps, and by this."""
 
+SELECTIONS = {
+    "masked_scatter", "index_put", "scatter", "where", "masked_fill", "cat", "stack", "getitem", "index_select", "gather",
+    "embedding", "split", "chunk", "unbind", "narrow", "select", "pad", "index_copy", "slice_scatter",
+}  # fmt: skip
+"""Operations that only choose or join values: the RMS of a part may differ from that of the whole."""
 ROOTS = ("sqrt", "rsqrt", "pow", "div", "mul", "truediv")
 """Operations after which a value is no square any more."""
 
@@ -58,13 +64,28 @@ def forward(seen: Followed) -> Way | None:
     while at is not None and at != GIVEN:
         ran = seen.ran[at]
         signal = [(o, s) for o, s in zip(ran.operands, ran.sources, strict=True) if s is not None]
-        if not signal:
+        if not signal or _from_parameters(ran):
             return None
         top = max(o.count for o, _ in signal)
-        operand, source = max(((o, s) for o, s in signal if o.count == top), key=lambda pair: pair[0].rms)
+        alike = [(o, s) for o, s in signal if o.count == top]
+        if ran.name == "mul" and ran.result.rms:  # of x and 1 + tanh(x) it is x, whose size is nearer to the result's
+            alike.sort(key=lambda pair: -abs(math.log((pair[0].rms or 1e-300) / ran.result.rms)))
+        else:
+            alike.sort(key=lambda pair: pair[0].rms)
+        operand, source = alike[-1]
         edges.append((at, "", operand, ran.result))
         at = source
     return _way(seen, edges[::-1], "forward") if edges and at == GIVEN else None
+
+
+def _from_parameters(ran: Ran) -> bool:
+    """True if the size of a result comes from a parameter that was added: a bias, or the embeddings of positions."""
+    if ran.name in ("add", "radd", "iadd", "sub"):
+        added = [o for o, s in zip(ran.operands, ran.sources, strict=True) if s is None]
+    else:
+        bias = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "addmm": 0, "baddbmm": 0}.get(ran.name)
+        added = [ran.operands[bias]] if bias is not None and len(ran.operands) == 3 else []
+    return any(o.rms > ran.result.rms / 2 for o in added)
 
 
 def backward(seen: Followed, start: Edge | None, own: str | None = None) -> Way | None:
@@ -120,6 +141,29 @@ def largest_within(seen: Followed, path: str | None) -> Edge | None:
     return max(inner, key=lambda e: e.made.rms, default=None)
 
 
+def smallest_within(seen: Followed, path: str) -> Edge | None:
+    """Return the smallest gradient that a module's own code hands to other modules, where nothing else adds to it.
+
+    Args:
+        seen: The call of the module.
+        path: Its path.
+    """
+    takers: dict[Any, float] = {}
+    own = {e.later[0] for e in seen.edges if seen.ran[e.ran].path == path}
+    for edge in seen.edges:
+        takers[edge.later[1]] = max(takers.get(edge.later[1], 0.0), edge.made.rms)
+    inner = [
+        e
+        for e in seen.edges
+        if e.later[0] in own
+        and e.later[1] not in own
+        and e.made.count >= e.given.count
+        and 0 < e.made.rms >= takers[e.later[1]] / 8
+        and (e.later[1].next_functions or e.later[1] in seen.given)
+    ]
+    return min(inner, key=lambda e: e.made.rms, default=None)
+
+
 def _on_squares(seen: Followed) -> set[int]:
     """Return the operations between a square and its root: their gradients are those of squares, so have another unit."""
     squares: set[int] = set()
@@ -164,7 +208,7 @@ def _way(seen: Followed, edges: list[tuple[int, str, Size, Size]], direction: Di
             last = steps.pop()
             gain *= last.gain
         norm = here
-        steps.append(Step(ran, node, gain, _by_design(seen, operation, gain, direction)))
+        steps.append(Step(ran, node, gain, _by_design(seen, operation, direction)))
     before, after = edges[0][2], edges[-1][3]
     whole = factor(after.rms, before.rms, after.count / before.count)
     net = whole
@@ -174,12 +218,17 @@ def _way(seen: Followed, edges: list[tuple[int, str, Size, Size]], direction: Di
     return Way(tuple(steps), before, after, whole, net)
 
 
-def _by_design(seen: Followed, operation: Ran, gain: float, direction: Direction) -> bool:
-    """True if an operation is part of a norm, and the norm makes rows of unit size: its eps does not outweigh them."""
+def _by_design(seen: Followed, operation: Ran, direction: Direction) -> bool:
+    """True if an operation only chooses values, or is part of a norm that does its work.
+
+    A norm does not if the middle one of its rows hardly varies; rows of zeros do not count.
+    """
+    if operation.name in SELECTIONS:
+        return True
     if operation.path in seen.norms:
         spread, eps = seen.norms[operation.path]
     elif operation.name in FUSED_NORMS and operation.spread is not None:
         spread, eps = operation.spread, operation.eps
     else:
         return False
-    return direction == "forward" or (spread**2 >= eps and gain <= WORKS_TO)
+    return direction == "forward" or spread >= max(FAINT * eps**0.5, LEAST)

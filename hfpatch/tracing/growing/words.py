@@ -9,8 +9,12 @@ from hfpatch.tracing.growing.path import Step
 
 DIVISIONS = {"div", "divide", "true_divide", "truediv", "rdiv", "rtruediv", "floordiv"}
 PRODUCTS = {"mul", "multiply", "rmul", "imul"}
-MATMULS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "rmatmul", "mv"}
+MATMULS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "rmatmul", "mv",
+    "grouped_mm",
+}  # fmt: skip
 POLES = {"log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "rpow", "norm", "vector_norm", "acos"}
+ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 NAMES = {
     "layer_norm": "layer norm",
     "rms_norm": "RMS norm",
@@ -18,6 +22,7 @@ NAMES = {
     "batch_norm": "batch norm",
     "linear": "linear layer",
     "matmul": "matmul",
+    "grouped_mm": "grouped matmul",
     "conv1d": "convolution",
     "conv2d": "convolution",
     "scaled_dot_product_attention": "attention",
