@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from common import ROOT, Row, cpu_name, header, table, write_json
 from torch import Tensor, nn
+from torch.nn import functional
 
 ARCHITECTURES = (
     "llama", "gemma3_text", "gpt2", "mixtral", "bloom", "falcon", "qwen3", "phi3", "olmo2", "t5",
@@ -62,6 +62,11 @@ def near_zero_rms(h: Tensor) -> Tensor:
     return small / (small.pow(2).mean(-1, keepdim=True).sqrt() + 1e-8)
 
 
+def tiny_norm(x: Tensor) -> Tensor:
+    """Divide by the norm."""
+    return x / x.norm(dim=-1, keepdim=True)
+
+
 def steep(x: Tensor) -> Tensor:
     """A custom autograd Function whose backward multiplies."""
     return Steep.apply(x)  # pyright: ignore[reportReturnType]
@@ -101,12 +106,14 @@ FAULTS: dict[str, Fault] = {
     "division by a tiny RMS": Fault("growth", ("division by rms",), lambda _, y: near_zero_rms(y)),
     "division by a tiny norm": Fault(
         "growth", ("division by norm", "normalisation"),
-        lambda _, y: (f := faint(y, 1e-7)) / f.norm(dim=-1, keepdim=True),
+        lambda _, y: tiny_norm(faint(y, 1e-7)),
     ),
-    "F.normalize of a tiny row": Fault("growth", ("normalisation",), lambda _, y: F.normalize(faint(y, 1e-7), dim=-1)),
+    "F.normalize of a tiny row": Fault(
+        "growth", ("normalisation",), lambda _, y: functional.normalize(faint(y, 1e-7), dim=-1)
+    ),
     "LayerNorm over a near-constant row": Fault(
         "growth", ("layer norm of rows that hardly vary",),
-        lambda _, y: F.layer_norm(3 + (y - y.detach()) + 1e-6 * y.detach(), y.shape[-1:], eps=1e-12),
+        lambda _, y: functional.layer_norm(3 + (y - y.detach()) + 1e-6 * y.detach(), y.shape[-1:], eps=1e-12),
     ),
     "softmax at a large temperature": Fault(
         "growth", ("multiplication by 1e+05, before a softmax",),

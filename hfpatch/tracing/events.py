@@ -126,17 +126,19 @@ class Event:
 
 @dataclass(slots=True)
 class Passage:
-    """One call of a block or a container in a step.
+    """One call of a module in a step.
 
     Attributes:
         path, number: Path of the module, and its calls before this one.
         inputs, outputs: Indices in `Step.events` of the floating-point tensors that it was given and that it returned.
+        returned: Its place in the order in which the calls returned; -1 if it did not.
     """
 
     path: str
     number: int
     inputs: list[int] = field(default_factory=list[int])
     outputs: list[int] = field(default_factory=list[int])
+    returned: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Step:
         epoch: Index of the entry of the trace, from 0.
         blocks: Paths of the model's blocks.
         events: Its events, in order of time.
-        passages: Its calls of blocks and containers, in order of time.
+        passages: Its calls of modules, in the order in which they began.
         own_code: Operations that containers ran themselves, in the order of the backward pass.
         start: The gradient of the loss, with which the backward pass started; None if it did not start at a scalar
             output of the model.

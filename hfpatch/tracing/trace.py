@@ -16,20 +16,23 @@ from torch import nn
 from hfpatch.compat import hooks
 from hfpatch.compat.autograd import in_transform
 from hfpatch.errors import InputError
-from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
+from hfpatch.given import FUNCTION, NUMBER, TEXT, WHOLE, shown, want
 from hfpatch.model.survey import Survey
+from hfpatch.report.curve import Curve
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, Shown, rank, say
-from hfpatch.tracing import views
 from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Finding
-from hfpatch.tracing.growing.growth import FINITE, Growth
 from hfpatch.tracing.gradients import LargestGradients, largest
+from hfpatch.tracing.growing.growth import FINITE, Growth
+from hfpatch.tracing.growing.trend import Trend, trend
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
+from hfpatch.tracing.showing import picture, table
+from hfpatch.tracing.showing.figures import Figures, figures
 from hfpatch.tracing.watch import Watch
 from hfpatch.tracing.watched import places
 
@@ -207,7 +210,10 @@ class Trace(Shown):
 
     @property
     def first_bad(self) -> Finding | None:
-        """The first fault in the steps traced so far; None if there is none."""
+        """The first fault in the steps traced so far; None if there is none.
+
+        One with values that are not finite comes before one in which the signal only grows or vanishes.
+        """
         self._asked()
         return self.findings[0] if self.findings else None
 
@@ -218,7 +224,21 @@ class Trace(Shown):
     def sheet(self) -> Sheet:
         """See `report`."""
         self._asked()
-        return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self._answers())
+        more = [*self._trends(), *self._answers()]
+        return table.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, more)
+
+    def __getitem__(self, path: str) -> Figures:
+        """Return the figures of one module over the traced steps: `trace["model.layers.7"].output`.
+
+        Args:
+            path: Path of the module; empty for the model.
+
+        Raises:
+            InputError: The model has no such module, or it was not measured.
+        """
+        want("trace", path=(path, TEXT))
+        self._asked()
+        return figures(self.steps, dict(self.model.named_modules()), path)
 
     def headroom(self, dtype: str | torch.dtype = "float16", *, loss_scale: float = 1.0) -> Headroom:
         """Return which tensors of the traced steps would overflow or underflow in a narrower dtype, and by what factor.
@@ -248,24 +268,55 @@ class Trace(Shown):
         self._asked()
         return largest(self.steps, count)
 
+    def trend(self) -> Trend:
+        """Return how the factors between what goes into a block and what comes out develop over the traced steps.
+
+        For every place where the signal was found to grow or vanish, and for the block with the largest factor forward
+        and backward: the factor in the first and the last step, the first step in which it stood out, and in how many
+        steps it doubles.
+        """
+        self._asked()
+        return trend(self.steps, self._growth.found)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the findings and the statistics of every tensor of every traced step, as plain values."""
         self._asked()
-        return views.to_dict(self.steps, self.findings, self.intentional)
+        return table.to_dict(self.steps, self.findings, self.intentional)
 
     def to_json(self, path: str | Path) -> None:
         """Write `to_dict()` to a JSON file, atomically."""
         write_atomically(Path(path), json.dumps(self.to_dict(), indent=1))
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a self-contained HTML page: blocks by steps, coloured by how near each is to its dtype's limit."""
-        self._asked()
-        write_atomically(Path(path), self._heatmap().to_html())
+    def to_html(self, path: str | Path, *, dtype: str | torch.dtype | None = None) -> None:
+        """Write a self-contained HTML page: a curve over the blocks of one step, or a heat map of blocks by steps.
 
-    def plot(self, path: str | Path) -> None:
-        """Write the heat map of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
+        Args:
+            path: The file.
+            dtype: The dtype for whose limits the heat map is coloured; by default each tensor's own if one is float16,
+                else the largest value of the pass.
+
+        Raises:
+            InputError: Another dtype, or the file cannot be written.
+        """
         self._asked()
-        self._heatmap().to_png(Path(path))
+        write_atomically(Path(path), self._picture(dtype).to_html())
+
+    def plot(self, path: str | Path, *, dtype: str | torch.dtype | None = None) -> None:
+        """Write the picture of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`).
+
+        Args:
+            path: The file.
+            dtype: As for `to_html`.
+
+        Raises:
+            InputError: matplotlib is missing, another dtype, or the file cannot be written.
+        """
+        self._asked()
+        self._picture(dtype).to_png(Path(path))
+
+    def _repr_html_(self) -> str:
+        """Return the table, and below it the picture, for a notebook."""
+        return f"{super()._repr_html_()}\n{self._picture(None).to_frame()}"
 
     def _title(self) -> str:
         count = len(self.steps)
@@ -274,9 +325,15 @@ class Trace(Shown):
     def _answers(self) -> tuple[str, ...]:
         return self.answers(self.findings[0]) if self.findings else ()
 
-    def _heatmap(self) -> Heatmap:
-        notes = [*(f.sentence for f in self.findings[:3]), *self._answers()]
-        return views.heatmap(self._title(), self.steps, self.places, self.findings, notes)
+    def _trends(self) -> list[str]:
+        """Return how the places that were found develop, in words, if several steps were traced."""
+        if len(self.steps) < 2 or not self._growth.found:
+            return []
+        return [f"trend: {course.sentence}" for course in self.trend().courses[: len(self._growth.found)]]
+
+    def _picture(self, dtype: str | torch.dtype | None) -> Curve | Heatmap:
+        notes = [*(f.sentence for f in self.findings[:3]), *self._trends(), *self._answers()]
+        return picture.picture(self._title(), self.steps, self.places, self.findings, notes, dtype)
 
 
 def _chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:

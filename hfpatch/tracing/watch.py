@@ -65,6 +65,7 @@ class Watch:
         self._stack: list[tuple[str, int]] = []
         self._hooked: set[tuple[str, int, str]] = set()
         self._passages: dict[tuple[str, int], Passage] = {}
+        self._returned = 0
         self._own_code = OwnCode(self._operation)
         self._running = False
         self._gradients = False
@@ -116,39 +117,40 @@ class Watch:
             return
         number = self._numbers.get(path, -1) + 1
         self._numbers[path] = number
-        if not keeps and len(args) == 1 and not kwargs and self._known(args[0]) is not None:
+        passage = self._passages[path, number] = Passage(path, number)
+        self.step.passages.append(passage)
+        if not keeps and len(args) == 1 and not kwargs and (known := self._known(args[0])) is not None:
+            passage.inputs.append(known)
             return  # the common case: the output of another module
         given = floating(args)
         if kwargs:
             given += floating(kwargs)
         if not keeps:
             for name, tensor in given:
-                if self._known(tensor) is None:
-                    if self._stack[-1][0] in self.places.written:
-                        self._made(tensor)
-                    self._new("forward", path, "input", name, number, tensor, None)
+                if self._known(tensor) is None and self._stack[-1][0] in self.places.written:
+                    self._made(tensor)
+                self._input(path, name, number, tensor, passage)
             return
         snapshot((*args, *kwargs.values()), self.caches)
         versions = [(tensor, version(tensor)) for _, tensor in given]
         call = self.calls[path, number] = Call(path, module, number, args, dict(kwargs), self.caches, versions)
-        passage = self._passages[path, number] = Passage(path, number, call.inputs)
-        self.step.passages.append(passage)
+        call.inputs = passage.inputs
         for name, tensor in given:
             self._made(tensor)
-            self._input(path, name, number, tensor, call)
+            self._input(path, name, number, tensor, passage)
         self._stack.append((path, number))
 
-    def _input(self, path: str, name: str, number: int, tensor: torch.Tensor, call: Call | None) -> None:
+    def _input(self, path: str, name: str, number: int, tensor: torch.Tensor, passage: Passage | None) -> None:
         known = self._known(tensor)
         index = known if known is not None else self._new("forward", path, "input", name, number, tensor, None)
-        if call is not None:
-            call.inputs.append(index)
+        if passage is not None:
+            passage.inputs.append(index)
 
     def returned(self, path: str, output: Any, keeps: bool) -> None:
         """Record the output of a watched module; `keeps` as for `called`."""
         number = self._numbers.get(path, 0)
         call = self.calls.get((path, number)) if keeps else None
-        passage = self._passages.get((path, number)) if keeps and self._running else None
+        passage = self._passages.get((path, number)) if self._running else None
         for name, tensor in floating(output):
             known = self._known(tensor) if self._running else None
             if self._running and self.backward:
@@ -164,6 +166,9 @@ class Watch:
                 tensor.register_hook(partial(self._keep, call, name))
             if passage is not None and known is not None:
                 passage.outputs.append(known)
+        if passage is not None:
+            passage.returned = self._returned
+            self._returned += 1
         if keeps and self._running:
             self._stack.pop()
             if self.progress is not None:

@@ -47,7 +47,8 @@ def factor(after: float, before: float, more: float) -> float:
     harmless. So of `after / before` times any power from 0 to 1 of `more`, the value nearest to 1 is returned.
 
     Args:
-        after, before: RMS values, above 0.
+        after: RMS of the tensor after, above 0.
+        before: RMS of the tensor before, above 0.
         more: Elements of the tensor after, divided by those of the tensor before.
     """
     plain = after / before

@@ -46,8 +46,8 @@ class Ran:
         name: Of the function: `div`, `softmax`, `layer_norm`; of a custom autograd Function, its class.
         path: The module whose code ran it.
         operands: Its floating-point tensor arguments.
-        sources: For each of them, the operation that made it: an index of `Followed.ran`, or `GIVEN`; None for parameters,
-            buffers and constants.
+        sources: For each of them, the operation that made it: an index of `Followed.ran`, or `GIVEN`; None for
+            parameters, buffers and constants.
         numbers: Numbers among its arguments.
         result: What it returned first.
         spread: Of a norm: the standard deviation (or RMS) of the middle row of its input; None for others.
@@ -223,10 +223,11 @@ class _Log(TorchFunctionMode):
             node: Any = pending.pop()
             if node is None or node in self._nodes or not node.next_functions:
                 continue
+            name = str(node.name())
             custom = isinstance(node, torch.autograd.function.BackwardCFunction)
             if ran is None or custom:
                 made = size(tensor)
-                own = Ran(node.name().removesuffix("Backward"), self._stack[-1], (made,), (None,), (), made)
+                own = Ran(name.removesuffix("Backward"), self._stack[-1], (made,), (None,), (), made)
                 self.seen.ran.append(own)
                 self._nodes[node] = len(self.seen.ran) - 1
                 self._makers.setdefault(id(tensor), (weakref.ref(tensor), len(self.seen.ran) - 1))
@@ -284,7 +285,7 @@ def _spread(tensor: torch.Tensor, *, centred: bool) -> float:
 
 
 def _plain(name: str) -> str:
-    """Return a function's name without the marks of operators: `__rdiv__`, `add_` and `div` are `rdiv`, `add`, `div`."""
+    """Return a function's name without the marks of operators: `__rdiv__`, `add_`, `div` are `rdiv`, `add`, `div`."""
     return name.strip("_")
 
 

@@ -14,7 +14,8 @@ from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.growing import path, words
 from hfpatch.tracing.growing.flow import Change, changes
 from hfpatch.tracing.growing.followed import Followed, follow
-from hfpatch.tracing.growing.limits import GROWS, INSIDE, OWN_CODE, SHARP, VANISHES, suspicious
+from hfpatch.tracing.growing.limits import GROWS, INSIDE, OWN_CODE, SHARP, STARTING, VANISHES, suspicious
+from hfpatch.tracing.growing.trend import Place
 
 FINITE = frozenset({"growth", "vanishing"})
 """Symptoms of findings in which every value is finite."""
@@ -29,12 +30,16 @@ AGAIN = 10.0
 class Growth:
     """Looks for the place where the signal of a step grows or vanishes, over all steps of a trace.
 
-    Every place is reported once. One that was run again and cleared is looked at again only if it became much worse.
+    Every module is reported once. A place that was run again and cleared is looked at again only if it became much
+    worse.
+
+    Attributes:
+        found: The places that were reported.
     """
 
     def __init__(self) -> None:
-        self._reported: set[tuple[str, str]] = set()
-        self._cleared: dict[tuple[str, str, str], float] = {}
+        self.found: list[Place] = []
+        self._cleared: dict[Place, float] = {}
 
     def finding(
         self, step: Step, calls: Mapping[tuple[str, int], Call], modules: Mapping[str, nn.Module]
@@ -50,7 +55,7 @@ class Growth:
         trials = 0
         for change in suspicious(changes(step), kinds):
             key = change.direction, change.kind, change.path
-            if change.path in {p for _, p in self._reported} or trials >= TRIALS:
+            if any(change.path == known for *_, known in self.found) or trials >= TRIALS:
                 continue
             known = self._cleared.get(key)
             if known is not None and max(change.factor / known, known / change.factor) < AGAIN:
@@ -60,7 +65,7 @@ class Growth:
             if found is None or _unloaded(modules):
                 self._cleared[key] = change.factor
                 continue
-            self._reported.add((change.direction, change.path))
+            self.found.append(key)
             return _report(*found, step, modules)
         return None
 
@@ -82,17 +87,23 @@ def _confirmed(
     if way is None:
         return None
     if change.factor < 1:
-        sharp = any(s.gain < VANISHES and not s.by_design and not _mixed(seen, s) for s in way.steps)
+        sharp = any(s.gain < _least(seen, s) and not s.by_design for s in way.steps)
         return (change, way, seen, "") if way.net < VANISHES and sharp else None
     limit = {"block": GROWS[change.direction], "inside": INSIDE, "own code": OWN_CODE}[change.kind]
     sharp = any(s.gain > SHARP and not s.by_design for s in way.steps)
     return (change, way, seen, "") if way.net > limit and sharp else None
 
 
-def _mixed(seen: Followed, step: path.Step) -> bool:
-    """True for a product of two tensors of the signal, as in a gated unit, and for attention, which averages."""
+def _least(seen: Followed, step: path.Step) -> float:
+    """Return the factor below which an operation lets the signal vanish; 0 where it is small by design.
+
+    By design are a product of two tensors of the signal, as in a gated unit, and attention, which averages. A parameter
+    that starts at 0 needs some steps to grow.
+    """
     ran = seen.ran[step.ran]
-    return ran.name in words.ATTENTION or (ran.name in words.PRODUCTS and ran.of_signal > 1)
+    if ran.name in words.ATTENTION or (ran.name in words.PRODUCTS and ran.of_signal > 1):
+        return 0.0
+    return STARTING if any(o.name for o in ran.operands) else VANISHES
 
 
 def _way(seen: Followed, change: Change, step: Step) -> path.Way | None:

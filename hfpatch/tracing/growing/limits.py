@@ -1,9 +1,9 @@
 """Which changes of size are a fault.
 
-Measured on real weights (Gemma 3 270M, SmolLM2 135M, Whisper base) and on fresh tiny models of every architecture: a
-block changes the RMS of the gradient at most 14-fold and that of the stream at most 17-fold, but norms change it by any
-factor on purpose. So a change above a limit here is only a suspicion, and the call is run again: `growth.py` counts what
-its operations do, without the norms that do their work.
+Measured on real weights (Gemma 3 270M, SmolLM2 135M, Whisper base): a layer multiplies the RMS of the gradient by at
+most 14 and that of the stream by at most 17. But norms change it by any factor on purpose. So a change above a limit
+here is only a suspicion, and the call is run again: `growth.py` counts what its operations do, without the norms that
+do their work.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from hfpatch.tracing.growing.flow import Change
 GROWS = {"forward": 100.0, "backward": 30.0}
 """Factor in one block above which the signal grows too much."""
 INSIDE = 1e5
-"""The same for a gradient inside a block, against the one that came into the block: a norm with an eps of 1e-6, behind a
-small branch, multiplies it by up to 1,000 times its weight."""
+"""The same for a gradient inside a block, against the one that came into the block: a norm with an eps of 1e-6, behind
+a small branch, multiplies it by up to 1,000 times its weight."""
 OWN_CODE = 300.0
 """The same for operations between blocks; embeddings are scaled there, by up to 80."""
 STACK, EACH = 1e4, 1.5
 """Factor over all blocks of a list, and on average in each of them."""
 VANISHES = 1e-2
 """Factor in one block, or of one operation, below which the signal vanishes."""
+STARTING = 1e-4
+"""The same for an operation with a parameter, which may have started at 0 a few steps ago."""
 SHARP = 8.0
 """Factor that at least one operation must have where the signal grows: no chain of ordinary ones is a fault."""
 MANY = 8

@@ -13,7 +13,10 @@ import torch
 
 LONGEST = 64
 """Backward functions that are followed from one tensor; a longer piece of code is followed in part."""
-PLAIN = ("View", "Reshape", "Transpose", "Permute", "Expand", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "TBackward")
+PLAIN = (
+    "View", "Reshape", "Transpose", "Permute", "Expand", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias",
+    "TBackward",
+)  # fmt: skip
 """How the names of backward functions begin that change no value."""
 
 
@@ -46,8 +49,8 @@ class OwnCode:
         pending, left = [tensor.grad_fn], LONGEST
         while pending and left:
             node: Any = pending.pop()
-            if node is None or node in self._ends or not node.next_functions:  # the last: it adds up a leaf's gradient
-                continue
+            if node is None or node in self._ends or not node.next_functions:
+                continue  # the last adds up the gradient of a leaf
             self._ends.add(node)
             left -= 1
             pending.extend(inner for inner, _ in node.next_functions)
@@ -58,7 +61,9 @@ class OwnCode:
                 ]
                 node.register_hook(self._hook(node.name(), path, number, self._regions, goes))
 
-    def _hook(self, name: str, path: str, number: int, region: int, goes: list[bool | None]) -> Callable[[Any, Any], None]:
+    def _hook(
+        self, name: str, path: str, number: int, region: int, goes: list[bool | None]
+    ) -> Callable[[Any, Any], None]:
         def seen(made: tuple[torch.Tensor | None, ...], given: tuple[torch.Tensor | None, ...]) -> None:
             gradients = [(g, out) for g, out in zip(made, goes, strict=True) if out is not None and g is not None]
             first = next((g for g in given if g is not None), None)

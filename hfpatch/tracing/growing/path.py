@@ -14,8 +14,8 @@ FAINT, LEAST = 0.01, 2e-5
 """A norm does its work if its rows spread by at least this times the root of its eps, and by this."""
 
 SELECTIONS = {
-    "masked_scatter", "index_put", "scatter", "where", "masked_fill", "cat", "stack", "getitem", "index_select", "gather",
-    "embedding", "split", "chunk", "unbind", "narrow", "select", "pad", "index_copy", "slice_scatter",
+    "masked_scatter", "index_put", "scatter", "where", "masked_fill", "cat", "stack", "getitem", "index_select",
+    "gather", "embedding", "split", "chunk", "unbind", "narrow", "select", "pad", "index_copy", "slice_scatter",
 }  # fmt: skip
 """Operations that only choose or join values: the RMS of a part may differ from that of the whole."""
 ROOTS = ("sqrt", "rsqrt", "pow", "div", "mul", "truediv")
@@ -165,7 +165,7 @@ def smallest_within(seen: Followed, path: str) -> Edge | None:
 
 
 def _on_squares(seen: Followed) -> set[int]:
-    """Return the operations between a square and its root: their gradients are those of squares, so have another unit."""
+    """Return the operations between a square and its root: their gradients have another unit."""
     squares: set[int] = set()
     found: set[int] = set()
     for index, ran in enumerate(seen.ran):

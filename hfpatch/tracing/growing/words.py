@@ -28,7 +28,7 @@ NAMES = {
     "scaled_dot_product_attention": "attention",
     "add": "add",
 }
-TRANSPARENT = {"add", "sub", "masked_fill", "where", "view", "reshape", "float", "to", "type", "contiguous", "transpose"}
+TRANSPARENT = {"add", "sub", "masked_fill", "where", "view", "reshape", "float", "to", "type", "transpose"}
 """Operations between a scale and its softmax."""
 FAR = 6
 
@@ -96,11 +96,12 @@ def _value(size: Size) -> str:
 
 def _divisor(seen: Followed, ran: Ran) -> str:
     """Return what an operation divides by: `rms 2.1e-09 + 1e-08`."""
-    reverse = ran.name.startswith("r")
-    if len(ran.operands) < 2:
-        if reverse or not ran.numbers:  # a number divided by a tensor
+    if len(ran.operands) == 1:
+        if ran.name.startswith("r") or not ran.numbers:  # a number divided by a tensor
             return f"values down to {ran.operands[0].least:.2g}"
         return f"{ran.numbers[0]:.4g}"
+    if len(ran.operands) < 2:
+        return "a number"
     divisor, source = ran.operands[1], ran.sources[1]
     made = _maker(seen, source)
     if made is None:
@@ -122,7 +123,7 @@ def _what(seen: Followed, source: int | None) -> str:
         return "norm "
     if made.name in ("std", "var"):
         return f"{made.name} "
-    if made.name == "sqrt":
+    if made.name == "sqrt" and made.sources:
         inner = _maker(seen, made.sources[0])
         while inner is not None and inner.name in ("add", "clamp", "clamp_min") and inner.sources:
             inner = _maker(seen, inner.sources[0])
