@@ -92,7 +92,7 @@ class Event:
     shape: tuple[int, ...]
     device: torch.device
     row: int
-    table: torch.Tensor | None = None
+    table: list[list[float]] | None = None
     within: tuple[str, int] | None = None
     forward: int | None = None
     is_difference: bool = False
@@ -108,7 +108,7 @@ class Event:
         if self.read is None:
             if self.table is None:
                 raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
-            self.read = stats(self.table[self.row].tolist(), math.prod(self.shape))
+            self.read = stats(self.table[self.row], math.prod(self.shape))
         return self.read
 
     @property
@@ -201,8 +201,9 @@ class Step:
     def close(self, tables: dict[torch.device, torch.Tensor]) -> bool:
         """Give the events their statistics; True if any needs a diagnosis: not finite, all zero, or compared."""
         within = [e for operation in self.own_code for e in (operation.given, *operation.made)]
+        rows: dict[torch.device, list[list[float]]] = {device: table.tolist() for device, table in tables.items()}
         for event in (*self.events, *within):
-            event.table = tables[event.device]
+            event.table = rows[event.device]
         odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in tables.values())
         return odd or any(e.is_difference for e in self.events)
 

@@ -32,7 +32,7 @@ from hfpatch.tracing.growing.trend import Trend, trend
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
 from hfpatch.tracing.showing import picture, table
-from hfpatch.tracing.showing.figures import Figures, figures
+from hfpatch.tracing.showing.by_path import Figures, figures
 from hfpatch.tracing.watch import Watch
 from hfpatch.tracing.watched import places
 

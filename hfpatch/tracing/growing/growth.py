@@ -14,7 +14,7 @@ from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.growing import path, words
 from hfpatch.tracing.growing.flow import Change, changes
 from hfpatch.tracing.growing.followed import Followed, follow
-from hfpatch.tracing.growing.limits import GROWS, INSIDE, OWN_CODE, SHARP, STARTING, VANISHES, suspicious
+from hfpatch.tracing.growing.thresholds import GROWS, INSIDE, OWN_CODE, SHARP, STARTING, VANISHES, suspicious
 from hfpatch.tracing.growing.trend import Place
 
 FINITE = frozenset({"growth", "vanishing"})

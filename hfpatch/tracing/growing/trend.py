@@ -11,7 +11,7 @@ from typing import Any
 from hfpatch.report.sheet import Sheet, Shown
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.growing.flow import Change, Direction, changes
-from hfpatch.tracing.growing.limits import excess
+from hfpatch.tracing.growing.thresholds import excess
 
 Place = tuple[Direction, str, str]
 """Direction, kind of change, and path."""
