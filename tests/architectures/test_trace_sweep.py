@@ -44,7 +44,7 @@ def step(model: nn.Module) -> torch.Tensor | None:
 
 
 def alarm(task: str, architecture: str, trained: int) -> str | None:
-    """What is wrong with the trace of a model that is well, after some steps of AdamW; `not traced` if there is none."""
+    """What is wrong with the trace of a healthy model, after some steps of AdamW; `not traced` if there is none."""
     torch.manual_seed(0)  # dropout
     model = built(task, architecture)
     if model is None:
