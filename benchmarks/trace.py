@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/trace.py
     python benchmarks/trace.py --device cuda
 
-Targets: blocks at most 1.03 times the plain step, every module 1.08 on a CPU and 1.12 on a GPU; nothing once off. On a
+Targets: blocks at most 1.03 times the plain step on a CPU and 1.08 on a GPU, every module 1.10 and 1.25; nothing once
+off. On a
 GPU a traced step must synchronise once at most. CPU: an 8-layer Llama, 256 wide, float32, 4 x 256 tokens, process CPU
 time. GPU: a Llama of 1.1 B parameters, bfloat16, 4 x 1,024 tokens, wall time.
 """
@@ -28,8 +29,8 @@ SHAPES = {
     },
 }  # fmt: skip
 TARGETS = {
-    "cpu": {"trace, blocks": 1.03, "trace, modules": 1.08},
-    "cuda": {"trace, blocks": 1.03, "trace, modules": 1.12},
+    "cpu": {"trace, blocks": 1.03, "trace, modules": 1.10},
+    "cuda": {"trace, blocks": 1.08, "trace, modules": 1.25},
 }
 
 

@@ -225,6 +225,8 @@ def _unpatched(finding: Finding, what: str) -> str:
         "bad-buffer": "check the code that moved or cast the model",
         "cast-buffer": "load the model with from_pretrained(dtype=) instead of casting it",
         "uninitialised-buffer": "load the model with from_pretrained, or call the module's own initialisation",
+        "growth": "bound what it divides or multiplies by, or lower the learning rate before the step that it began in",
+        "vanishing": "look at the initial size of that weight, or at the gain",
         "no-labels": "skip the optimizer step for such a batch, as hfpatch.Guard does",
     }
     hint = hints.get(finding.symptom)

@@ -36,9 +36,11 @@ SYMPTOMS: dict[str, str] = {
     "no-labels": "a mean over no supervised token",
     "scale-too-high": "the gradient under this loss scale passes the largest value of its dtype; unscaled it fits",
     "silent-zero": "an overflow that ends in zeros, not in NaN",
+    "growth": "every value is finite, and the signal or its gradient grows many times over in one place",
+    "vanishing": "every value is finite, and the signal or its gradient all but dies in one place",
     "unknown": "the operation could not be named",
 }
 """Key -> its meaning."""
 
-FINITE = frozenset({"cast-buffer"})
+FINITE = frozenset({"growth", "vanishing", "cast-buffer"})
 """Symptoms of values that are finite: findings of other symptoms come before them."""

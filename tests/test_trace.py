@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 import hfpatch
 from hfpatch.errors import InputError, NotAModelError
 from hfpatch.lab.tiny import rescale, tiny_model
-from hfpatch.tracing import views
+from hfpatch.tracing.showing import picture
 from tests.fingerprint import fingerprint
 
 NAN = float("nan")
@@ -764,7 +764,7 @@ class TestViews:
 
     def test_heat_map_marks_the_first_bad_cell(self, gemma: nn.Module, ids: torch.Tensor, tmp_path: Path) -> None:
         t = trained(gemma, ids, labels=ids)
-        drawn = views.heatmap("", t.steps, t.places, t.findings, [])
+        drawn = picture.heatmap("", t.steps, t.places, t.findings, [])
         assert drawn.rows[drawn.first_bad[0]] == "model.layers.1"
         assert drawn.columns == ("step 0", "step 0 backward")
         assert drawn.cells[drawn.first_bad].bad

@@ -113,13 +113,16 @@ def trace(
     headroom: Annotated[
         str | None, typer.Option(help="Report what would overflow or become 0 in this dtype, e.g. float16.")
     ] = None,
-    html: Annotated[File, typer.Option(help="Write a heat map of the blocks to this HTML file.")] = None,
-    plot: Annotated[File, typer.Option(help="Write the heat map to this PNG file (needs matplotlib).")] = None,
+    html: Annotated[File, typer.Option(help="Write a picture of the blocks, a curve, to this HTML file.")] = None,
+    plot: Annotated[File, typer.Option(help="Write the picture to this PNG file (needs matplotlib).")] = None,
     out: Annotated[File, typer.Option(help="Write the statistics of every tensor to this JSON file.")] = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Run a checkpoint on text, and name the first operation that makes NaN or Inf, and the patch to try.
+
+    If every value is finite, name the operation in which the signal, or its gradient, grows or vanishes, if there is
+    one.
 
     Exit 1 if a fault is found.
 

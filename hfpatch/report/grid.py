@@ -18,12 +18,14 @@ class Cell:
         limit: Largest finite value of the tensor's dtype.
         bad: It holds something that is not finite and is not meant.
         facts: Names and values that a click shows.
+        relative: True if `limit` is no limit but the largest value of the pass.
     """
 
     value: float | None
     limit: float
     bad: bool
     facts: tuple[tuple[str, str], ...]
+    relative: bool = False
 
     @property
     def room(self) -> float | None:
@@ -53,7 +55,8 @@ class Cell:
         limit = f"{self.limit:,.0f}" if self.limit < 1e6 else f"{self.limit:.4g}"
         if self.value is None or self.room is None:
             return "Nothing finite was measured." if self.bad else "Nothing was measured."
-        room = "all zero" if self.value == 0 else f"{self.room:.1f} doublings left to {limit}"
+        left = "below" if self.relative else "left to"
+        room = "all zero" if self.value == 0 else f"{self.room:.1f} doublings {left} {limit}"
         held = " Holds NaN or Inf; this is the largest of the rest." if self.bad else ""
         return f"max |x| {self.value:,.6g}: {room}.{held}"
 
@@ -70,6 +73,8 @@ class Grid:
         first_bad: Row and column where it goes wrong.
         notes: Lines above the map: the finding, what to try.
         sheets: Tables below it.
+        measure: What the colours mean.
+        details: Tables below it that unfold: the modules in each block.
     """
 
     title: str
@@ -79,3 +84,5 @@ class Grid:
     first_bad: tuple[int, int] | None
     notes: tuple[str, ...]
     sheets: tuple[Sheet, ...]
+    measure: str = "max |x|, in doublings left to the limit of its dtype, log2(limit / max |x|):"
+    details: tuple[Sheet, ...] = ()

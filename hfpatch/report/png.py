@@ -68,9 +68,9 @@ def draw(shown: Grid) -> bytes:
         _labels(pen, shown, left, top, wide, high, slanted)
     else:
         pen.write("Nothing was measured.", PAD, top, TEXT, SOFT)
-    _legend(pen, PAD, bottom + 0.2)
+    _legend(pen, shown.measure, PAD, bottom + 0.2)
     out = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(out, metadata={"Title": _plain(shown.title)})
+    FigureCanvasAgg(figure).print_png(out, metadata={"Title": plain(shown.title)})
     return out.getvalue()
 
 
@@ -82,7 +82,7 @@ class _Pen:
 
     def write(self, text: str, x: float, y: float, size: float, colour: str, **how: Any) -> None:
         style: dict[str, Any] = {"ha": "left", "va": "center", "family": "DejaVu Sans Mono", **how}
-        self.axes.text(x, y, _plain(text), fontsize=size, color=colour, parse_math=False, usetex=False, **style)
+        self.axes.text(x, y, plain(text), fontsize=size, color=colour, parse_math=False, usetex=False, **style)
 
     def paragraph(self, lines: list[str], x: float, y: float, size: float, colour: str, bold: bool = False) -> None:
         for index, line in enumerate(lines):
@@ -181,9 +181,9 @@ def _thinned(count: int, size: float, keep: int) -> list[int]:
 LEGEND = 0.62
 
 
-def _legend(pen: _Pen, x: float, y: float) -> None:
+def _legend(pen: _Pen, measure: str, x: float, y: float) -> None:
     wide, high = 0.27, 0.17
-    pen.write("max |x|, in doublings left to the limit of its dtype: log2(limit / max |x|)", x, y + 0.08, SMALL, SOFT)
+    pen.write(measure.rstrip(":"), x, y + 0.08, SMALL, SOFT)
     y += 0.22
     pen.boxes([(x + i * wide, y) for i in range(scale.BANDS)], list(scale.LIGHT), wide, high)
     for index, colour in enumerate(scale.LIGHT):
@@ -224,5 +224,6 @@ def _fit(name: str) -> str:
     return name if len(name) <= LONGEST else "…" + name[1 - LONGEST :]
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Return text with characters that cannot be printed replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.tracing import failed_forward
 
 if TYPE_CHECKING:
@@ -26,12 +28,19 @@ class Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
-def path_of(function: Callable[..., Any]) -> str:
-    """Return the name under which a function is recorded, such as `grpo_loss()`."""
+def named(function: Callable[..., Any]) -> tuple[nn.Module, str]:
+    """Return a function as a module, and the name under which it is recorded, such as `grpo_loss()`.
+
+    Raises:
+        InputError: It cannot be called.
+    """
+    if not callable(function):
+        raise InputError(f"watch: loss_fn=: want a function or module that computes a loss; got {shown(function)}")
+    module = function if isinstance(function, nn.Module) else Function(function)
     while isinstance(function, functools.partial):
         function = function.func
     name: str = getattr(function, "__name__", type(function).__name__)
-    return f"{'loss' if name == '<lambda>' else name}()"
+    return module, f"{'loss' if name == '<lambda>' else name}()"
 
 
 def run(watch: Watch, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

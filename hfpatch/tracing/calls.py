@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.autograd import version
+from hfpatch.compat.modules import parameters
 from hfpatch.model.kept_state import state_as_before
 from hfpatch.tracing.tensors import is_cache
 
@@ -132,6 +133,28 @@ class Kept:
 
     calls: Mapping[tuple[str, int], Call]
     changed: str
+
+
+def changed(
+    given: Iterable[tuple[torch.Tensor, int]],
+    owners: Iterable[tuple[str, nn.Module]],
+    measured: Mapping[int, tuple[object, int]],
+) -> str:
+    """Return what was changed since a step was run; empty if nothing was.
+
+    Args:
+        given: Tensors among the arguments of the model, each with its version then.
+        owners: Modules that hold parameters, by path.
+        measured: The tensors that were measured, by id, each with its version then.
+    """
+    if any(version(tensor) != then for tensor, then in given):
+        return "an argument was overwritten after the call"
+    for path, module in owners:
+        for name, parameter in parameters(module).items():
+            known = None if parameter is None else measured.get(id(parameter))
+            if parameter is not None and known is not None and known[1] != version(parameter):
+                return f"the weights were changed after the call ({path}.{name} first)"
+    return ""
 
 
 def snapshot(values: Any, kept: dict[int, tuple[Any, Any]]) -> None:

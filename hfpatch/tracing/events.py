@@ -92,7 +92,7 @@ class Event:
     shape: tuple[int, ...]
     device: torch.device
     row: int
-    table: torch.Tensor | None = None
+    table: list[list[float]] | None = None
     within: tuple[str, int] | None = None
     forward: int | None = None
     is_difference: bool = False
@@ -108,7 +108,7 @@ class Event:
         if self.read is None:
             if self.table is None:
                 raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
-            self.read = stats(self.table[self.row].tolist(), math.prod(self.shape))
+            self.read = stats(self.table[self.row], math.prod(self.shape))
         return self.read
 
     @property
@@ -124,6 +124,45 @@ class Event:
         return self.stats.nonfinite > 0 and not self.is_difference
 
 
+@dataclass(slots=True)
+class Passage:
+    """One call of a module in a step.
+
+    Attributes:
+        path, number: Path of the module, and its calls before this one.
+        inputs, outputs: Indices in `Step.events` of the floating-point tensors that it was given and that it returned.
+        returned: Its place in the order in which the calls returned; -1 if it did not.
+    """
+
+    path: str
+    number: int
+    inputs: list[int] = field(default_factory=list[int])
+    outputs: list[int] = field(default_factory=list[int])
+    returned: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that a container ran itself, between the calls of its parts, in the backward pass.
+
+    Attributes:
+        path, number: The call of the container.
+        node: Name of the backward function: `DivBackward0`.
+        region: Number of the tensor that this piece of code made.
+        given: The gradient that the operation was given.
+        made: The gradients that it made.
+        leaving: For each of them, True if it goes to another module.
+    """
+
+    path: str
+    number: int
+    node: str
+    region: int
+    given: Event
+    made: tuple[Event, ...]
+    leaving: tuple[bool, ...]
+
+
 @dataclass
 class Step:
     """A traced step: one call of the model and the backward pass that followed.
@@ -131,7 +170,10 @@ class Step:
     Attributes:
         number: Index of the call of the model, from 0.
         epoch: Index of the entry of the trace, from 0.
+        blocks: Paths of the model's blocks.
         events: Its events, in order of time.
+        passages: Its calls of modules, in the order in which they began.
+        own_code: Operations that containers ran themselves, in the order of the backward pass.
         start: The gradient of the loss, with which the backward pass started; None if it did not start at a scalar
             output of the model.
         unseen: True if a backward pass of this step ran after the step was over, because the model had been called
@@ -140,7 +182,10 @@ class Step:
 
     number: int
     epoch: int
+    blocks: frozenset[str] = frozenset()
     events: list[Event] = field(default_factory=list[Event])
+    passages: list[Passage] = field(default_factory=list[Passage])
+    own_code: list[Operation] = field(default_factory=list[Operation])
     start: Event | None = None
     unseen: bool = False
 
@@ -155,8 +200,10 @@ class Step:
 
     def close(self, tables: dict[torch.device, torch.Tensor]) -> bool:
         """Give the events their statistics; True if any needs a diagnosis: not finite, all zero, or compared."""
-        for event in self.events:
-            event.table = tables[event.device]
+        within = [e for operation in self.own_code for e in (operation.given, *operation.made)]
+        rows: dict[torch.device, list[list[float]]] = {device: table.tolist() for device, table in tables.items()}
+        for event in (*self.events, *within):
+            event.table = rows[event.device]
         odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in tables.values())
         return odd or any(e.is_difference for e in self.events)
 

@@ -16,31 +16,35 @@ from torch import nn
 
 from hfpatch.compat import hooks
 from hfpatch.compat.autograd import in_transform, version
-from hfpatch.compat.modules import parameters
 from hfpatch.errors import InputError
-from hfpatch.given import FUNCTION, NUMBER, WHOLE, shown, want
+from hfpatch.given import NUMBER, TEXT, WHOLE, want
 from hfpatch.model.survey import Survey
+from hfpatch.report.curve import Curve
 from hfpatch.report.files import write_atomically
 from hfpatch.report.heatmap import Heatmap
 from hfpatch.report.sheet import Sheet, Shown, rank, say
 from hfpatch.symptoms import FINITE
-from hfpatch.tracing import beside, failed_forward, views
-from hfpatch.tracing.calls import Kept
+from hfpatch.tracing import beside, failed_forward
+from hfpatch.tracing.calls import Kept, changed
 from hfpatch.tracing.computed_buffers import expected
 from hfpatch.tracing.diagnosis import Diagnosis
 from hfpatch.tracing.events import Step
 from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.gradients import LargestGradients, largest
+from hfpatch.tracing.growing.growth import Growth
+from hfpatch.tracing.growing.trend import Trend, trend
 from hfpatch.tracing.headroom import Headroom, headroom
 from hfpatch.tracing.module_hooks import Hook, Hooks
+from hfpatch.tracing.showing import picture, table
+from hfpatch.tracing.showing.by_path import Figures, figures
 from hfpatch.tracing.tensors import every
 from hfpatch.tracing.watch import Watch
 from hfpatch.tracing.watched import places
+from hfpatch.tracing.which_steps import Chosen, chosen, listed
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Chosen = Collection[int] | Callable[[int], bool] | None
 Answers = Callable[[Finding, Kept], Answer]
 """Called for the first finding of each sort, at the end of its step; may run the kept calls again."""
 Foretold = Callable[[Headroom], tuple[str, ...]]
@@ -55,7 +59,8 @@ class Trace(Shown):
 
     Attributes:
         steps: The traced steps, in order (`hfpatch.tracing.events.Step`).
-        findings: The first fault of each traced step that has one, and after it the exception, if forward raised one.
+        findings: The first fault of each traced step that has one, and the exception, if forward raised one; then those
+            whose values are all finite (`growth`, `vanishing`, one for each place; last `cast-buffer`).
         intentional: Descriptions of tensors that are not finite on purpose.
     """
 
@@ -79,9 +84,9 @@ class Trace(Shown):
         self.places = places(self.model)
         self.level, self.backward, self.progress = level, backward, progress
         self.answers, self.foretold = answers, foretold
-        self.wanted_steps = _chosen("steps", steps)
-        self.wanted_epochs = _chosen("epochs", epochs)
-        self.ranks = None if ranks is None else _listed("ranks", ranks)
+        self.wanted_steps = chosen("steps", steps)
+        self.wanted_epochs = chosen("epochs", epochs)
+        self.ranks = None if ranks is None else listed("ranks", ranks)
         self.steps: list[Step] = []
         self.findings: list[Finding] = []
         self.intentional: list[str] = []
@@ -90,6 +95,7 @@ class Trace(Shown):
         self._entered = 0
         self._count = 0
         self._compared = False
+        self._growth = Growth()
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._known: set[tuple[str, str, str]] = set()
         self._answered: dict[tuple[str, ...], Answer] = {}
@@ -101,8 +107,6 @@ class Trace(Shown):
         self._on = False
         self._busy = False
 
-    # entering and leaving
-
     def __enter__(self) -> Trace:
         if self._on:
             raise InputError("trace: this trace is already entered; leave it first, or make another one")
@@ -111,7 +115,8 @@ class Trace(Shown):
         epoch, self._entered = self._entered, self._entered + 1
         self._on = True
         self.places = places(self.model)  # layers may have been added since
-        if self._wanted_here() and self.wanted_epochs(epoch) and not self._over():
+        here = self.ranks is None or rank() in self.ranks
+        if here and self.wanted_epochs(epoch) and not self._over():
             if self._compiled:
                 say([f"hfpatch: {self._compiled[0] or 'the model'} is compiled; it runs uncompiled while it is traced"])
                 self._context.enter_context(torch.compiler.set_stance("force_eager"))
@@ -135,9 +140,6 @@ class Trace(Shown):
 
         return traced
 
-    def _wanted_here(self) -> bool:
-        return self.ranks is None or rank() in self.ranks
-
     def _over(self) -> bool:
         last = getattr(self.wanted_steps, "last", None)
         return last is not None and self._count > last
@@ -154,8 +156,6 @@ class Trace(Shown):
         self._handles.clear()
         self._context.close()
 
-    # the hooks of the model itself
-
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._busy or in_transform():  # busy: the diagnosis runs this call again
             return
@@ -167,7 +167,7 @@ class Trace(Shown):
             self._hooks.set()
             self._watch = self._hooks.watch = Watch(
                 self.places,
-                step=Step(number, self._entered - 1),
+                step=Step(number, self._entered - 1, frozenset(self.places.blocks)),
                 backward=self.backward and torch.is_grad_enabled(),
                 measured=self._measured,
                 ended=self._conclude,
@@ -201,41 +201,36 @@ class Trace(Shown):
         step = watch.step
         self.steps.append(step)
         odd = step.close({device: gathered.read() for device, gathered in watch.rows.items()})
-        if not odd and watch.raised is None:
-            watch.forget()
-            return
         modules = {**dict(self.model.named_modules()), **watch.beside}
         diagnosis = Diagnosis(watch, modules, self._known)
         self._busy = True
         try:
             found = diagnosis.finding() if odd else None
-            raised = None
+            raised = grown = None
             if watch.raised is not None:
                 raised = failed_forward.finding(watch.raised, step, watch.calls, watch.places, modules)
-            if found is not None and answered and found.sort not in self._answered and len(self._answered) < ANSWERED:
-                for key in [k for k in watch.calls if k[0] not in self.places.containers]:
-                    del watch.calls[key]  # what blocks were given is not needed any more, and may be large
-                answer = self.answers(found, Kept(watch.calls, self._changed()))
-                first = not self._answered  # of later sorts, which may follow from it, only what a patch does is told
-                self._answered[found.sort] = answer if first or answer.patches else Answer(())
+            elif found is None or found.symptom in FINITE:
+                grown = self._growth.finding(step, watch.calls, modules)
+            first = found or grown
+            if first is not None and answered and (raised is None or first.symptom not in FINITE):
+                self._answer(first, watch)
         finally:
             self._busy = False
             watch.forget()
             self._given.clear()
-        self.findings.extend(f for f in (found, raised) if f is not None)
-        self.findings.sort(key=lambda finding: finding.symptom in FINITE)
+        self.findings.extend(f for f in (found, raised, grown) if f is not None)
+        self.findings.sort(key=lambda f: (f.symptom in FINITE, f.symptom == "cast-buffer"))
         self.intentional.extend(words for words in diagnosis.intentional if words not in self.intentional)
 
-    def _changed(self) -> str:
-        """Return what was changed since the step was run; empty if nothing was."""
-        if any(version(tensor) != then for tensor, then in self._given):
-            return "an argument was overwritten after the call"
-        for path, module in self.places.owners:
-            for name, parameter in parameters(module).items():
-                known = None if parameter is None else self._measured.get(id(parameter))
-                if parameter is not None and known is not None and known[1] != version(parameter):
-                    return f"the weights were changed after the call ({path}.{name} first)"
-        return ""
+    def _answer(self, found: Finding, watch: Watch) -> None:
+        """Try the patches for a finding, if it is the first of its sort."""
+        if found.sort in self._answered or len(self._answered) >= ANSWERED:
+            return
+        for key in [k for k in watch.calls if k[0] not in self.places.containers]:
+            del watch.calls[key]  # what blocks were given is not needed any more, and may be large
+        answer = self.answers(found, Kept(watch.calls, changed(self._given, self.places.owners, self._measured)))
+        first = not self._answered  # of later sorts, which may follow from it, only what a patch does is told
+        self._answered[found.sort] = answer if first or answer.patches else Answer(())
 
     def watch(self, loss_fn: Callable[..., R]) -> Callable[..., R]:
         """Return a loss to call in place of this one, which records its calls beside the model's.
@@ -251,10 +246,7 @@ class Trace(Shown):
         Raises:
             InputError: It cannot be called.
         """
-        if not callable(loss_fn):
-            raise InputError(f"watch: loss_fn=: want a function or module that computes a loss; got {shown(loss_fn)}")
-        module = loss_fn if isinstance(loss_fn, nn.Module) else beside.Function(loss_fn)
-        path = beside.path_of(loss_fn)
+        module, path = beside.named(loss_fn)
 
         def watched(*args: Any, **kwargs: Any) -> R:
             if self._watch is None or self._busy or in_transform():
@@ -272,7 +264,10 @@ class Trace(Shown):
 
     @property
     def first_bad(self) -> Finding | None:
-        """The first fault in the steps traced so far; None if there is none."""
+        """The first fault in the steps traced so far; None if there is none.
+
+        One with values that are not finite comes before one in which the signal only grows or vanishes.
+        """
         self._asked()
         return self.findings[0] if self.findings else None
 
@@ -295,7 +290,21 @@ class Trace(Shown):
     def sheet(self) -> Sheet:
         """See `report`."""
         self._asked()
-        return views.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, self.advice)
+        more = [*self._trends(), *self.advice]
+        return table.sheet(self._title(), self.steps, self.places, self.findings, self.intentional, more)
+
+    def __getitem__(self, path: str) -> Figures:
+        """Return the figures of one module over the traced steps: `trace["model.layers.7"].output`.
+
+        Args:
+            path: Path of the module; empty for the model.
+
+        Raises:
+            InputError: The model has no such module, or it was not measured.
+        """
+        want("trace", path=(path, TEXT))
+        self._asked()
+        return figures(self.steps, dict(self.model.named_modules()), path)
 
     def headroom(self, dtype: str | torch.dtype = "float16", *, loss_scale: float = 1.0) -> Headroom:
         """Return which tensors of the traced steps would overflow or underflow in a narrower dtype, and by what factor.
@@ -326,57 +335,65 @@ class Trace(Shown):
         self._asked()
         return largest(self.steps, count)
 
+    def trend(self) -> Trend:
+        """Return how the factors between what goes into a block and what comes out develop over the traced steps.
+
+        For every place where the signal was found to grow or vanish, and for the block with the largest factor forward
+        and backward: the factor in the first and the last step, the first step in which it stood out, and in how many
+        steps it doubles.
+        """
+        self._asked()
+        return trend(self.steps, self._growth.found)
+
     def to_dict(self) -> dict[str, Any]:
         """Return findings, advice, patches, and the statistics of every tensor of every step, as plain values."""
         self._asked()
-        found = views.to_dict(self.steps, self.findings, self.intentional)
+        found = table.to_dict(self.steps, self.findings, self.intentional)
         return {**found, "advice": list(self.advice), "patches": list(self.patches)}
 
     def to_json(self, path: str | Path) -> None:
         """Write `to_dict()` to a JSON file, atomically."""
         write_atomically(Path(path), json.dumps(self.to_dict(), indent=1))
 
-    def to_html(self, path: str | Path) -> None:
-        """Write a self-contained HTML page: blocks by steps, coloured by how near each is to its dtype's limit."""
-        self._asked()
-        write_atomically(Path(path), self._heatmap().to_html())
+    def to_html(self, path: str | Path, *, dtype: str | torch.dtype | None = None) -> None:
+        """Write a self-contained HTML page: a curve over the blocks of one step, or a heat map of blocks by steps.
 
-    def plot(self, path: str | Path) -> None:
-        """Write the heat map of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`)."""
+        Args:
+            path: The file.
+            dtype: The dtype for whose limits the heat map is coloured; by default each tensor's own if one is float16,
+                else the largest value of the pass.
+
+        Raises:
+            InputError: Another dtype, or the file cannot be written.
+        """
         self._asked()
-        self._heatmap().to_png(Path(path))
+        write_atomically(Path(path), self._picture(dtype).to_html())
+
+    def plot(self, path: str | Path, *, dtype: str | torch.dtype | None = None) -> None:
+        """Write the picture of `to_html` as a PNG (needs matplotlib, `pip install hfpatch[plot]`).
+
+        Args:
+            path: The file.
+            dtype: As for `to_html`.
+
+        Raises:
+            InputError: matplotlib is missing, another dtype, or the file cannot be written.
+        """
+        self._asked()
+        self._picture(dtype).to_png(Path(path))
+
+    def _repr_html_(self) -> str:
+        """Return the table, and below it the picture, for a notebook."""
+        return f"{super()._repr_html_()}\n{self._picture(None).to_frame()}"
 
     def _title(self) -> str:
-        count = len(self.steps)
-        return f"trace of {type(self.model).__name__}: {count} step{'' if count == 1 else 's'}"
+        return f"trace of {type(self.model).__name__}: {len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"
 
-    def _heatmap(self) -> Heatmap:
-        notes = [*(f.sentence for f in self.findings[:3]), *self.advice]
-        return views.heatmap(self._title(), self.steps, self.places, self.findings, notes)
+    def _trends(self) -> list[str]:
+        """Return how the places that were found develop, in words, if several steps were traced."""
+        found = len(self._growth.found) if len(self.steps) > 1 else 0
+        return [f"trend: {course.sentence}" for course in self.trend().courses[:found]] if found else []
 
-
-def _chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:
-    if wanted is None:
-        return lambda _: True
-    if callable(wanted):
-        want("trace", **{name: (wanted, FUNCTION)})
-        return wanted
-    return _Numbers(_listed(name, wanted))
-
-
-def _listed(name: str, wanted: Any) -> Collection[int]:
-    listed = isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes))
-    if not listed or any(type(n) is not int or n < 0 for n in wanted):
-        raise InputError(f"trace: {name}=: want a list of integers from 0 up, or None for all; got {shown(wanted)}")
-    return wanted
-
-
-class _Numbers:
-    """The listed numbers; `last` is the largest."""
-
-    def __init__(self, numbers: Collection[int]) -> None:
-        self.numbers = frozenset(numbers)
-        self.last = max(numbers, default=-1)
-
-    def __call__(self, number: int) -> bool:
-        return number in self.numbers
+    def _picture(self, dtype: str | torch.dtype | None) -> Curve | Heatmap:
+        notes = [*(f.sentence for f in self.findings[:3]), *self._trends(), *self.advice]
+        return picture.picture(self._title(), self.steps, self.places, self.findings, notes, dtype)

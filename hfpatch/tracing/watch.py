@@ -20,8 +20,9 @@ from hfpatch.compat.autograd import after_backward, version
 from hfpatch.compat.modules import BUFFERS, PARAMETERS
 from hfpatch.numerics.statistics import Rows, rows
 from hfpatch.tracing.calls import Call, snapshot
-from hfpatch.tracing.events import Event, Phase, Step
+from hfpatch.tracing.events import Event, Operation, Passage, Phase, Step
 from hfpatch.tracing.failed_forward import Raised
+from hfpatch.tracing.growing.own_code import Made, OwnCode
 from hfpatch.tracing.tensors import cached, floating, local, measurable
 from hfpatch.tracing.watched import Places
 
@@ -67,6 +68,9 @@ class Watch:
         self._numbers: dict[str, int] = {}
         self._stack: list[tuple[str, int]] = []
         self._hooked: set[tuple[str, int, str]] = set()
+        self._passages: dict[tuple[str, int], Passage] = {}
+        self._returned = 0
+        self._own_code = OwnCode(self._operation)
         self._running = False
         self._gradients = False
         self._lock = threading.Lock()
@@ -86,6 +90,7 @@ class Watch:
         self.caches.clear()
         self.output = None
         self._seen.clear()
+        self._own_code.forget()
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the start of a call of the model: its parameters and buffers, then its inputs."""
@@ -131,44 +136,82 @@ class Watch:
             return
         number = self._numbers.get(path, -1) + 1
         self._numbers[path] = number
-        if not keeps and len(args) == 1 and not kwargs and self._known(args[0]) is not None:
+        passage = self._passages[path, number] = Passage(path, number)
+        self.step.passages.append(passage)
+        if not keeps and len(args) == 1 and not kwargs and (known := self._known(args[0])) is not None:
+            passage.inputs.append(known)
             return  # the common case: the output of another module
         given = floating(args)
         if kwargs:
             given += floating(kwargs)
         if not keeps:
             for name, tensor in given:
-                if self._known(tensor) is None:
-                    self._new("forward", path, "input", name, number, tensor, None)
+                if self._known(tensor) is None and self._stack[-1][0] in self.places.written:
+                    self._made(tensor)
+                self._input(path, name, number, tensor, passage)
             return
         snapshot((*args, *kwargs.values()), self.caches)
         versions = [(tensor, version(tensor)) for _, tensor in given]
         call = self.calls[path, number] = Call(path, module, number, args, dict(kwargs), self.caches, versions)
+        call.inputs = passage.inputs
         for name, tensor in given:
-            self._input(path, name, number, tensor, call)
+            self._made(tensor)
+            self._input(path, name, number, tensor, passage)
         self._stack.append((path, number))
 
-    def _input(self, path: str, name: str, number: int, tensor: torch.Tensor, call: Call | None) -> None:
+    def _input(self, path: str, name: str, number: int, tensor: torch.Tensor, passage: Passage | None) -> None:
         known = self._known(tensor)
         index = known if known is not None else self._new("forward", path, "input", name, number, tensor, None)
-        if call is not None:
-            call.inputs.append(index)
+        if passage is not None:
+            passage.inputs.append(index)
 
     def returned(self, path: str, output: Any, keeps: bool) -> None:
         """Record the output of a watched module; `keeps` as for `called`."""
         number = self._numbers.get(path, 0)
         call = self.calls.get((path, number)) if keeps else None
+        passage = self._passages.get((path, number)) if self._running else None
         for name, tensor in floating(output):
-            if self._running and self._known(tensor) is None:
-                self._new("forward", path, "output", name, number, tensor, call)
+            known = self._known(tensor) if self._running else None
+            if self._running and self.backward:
+                if path in self.places.containers or path in self.places.written:
+                    self._made(tensor)
+                elif keeps or self._stack[-1][0] in self.places.written:
+                    self._own_code.end(tensor)
+            if self._running and known is None:
+                known = self._new("forward", path, "output", name, number, tensor, call)
             elif not self._running and (path, number, name) not in self._hooked:  # recomputed under checkpointing
                 self._follow(tensor, path, "output", name, number, None, call)
             elif call is not None and self.backward and tensor.requires_grad:
                 tensor.register_hook(partial(self._keep, call, name))
+            if passage is not None and known is not None:
+                passage.outputs.append(known)
+        if passage is not None:
+            passage.returned = self._returned
+            self._returned += 1
         if keeps and self._running:
             self._stack.pop()
             if self.progress is not None:
                 self.progress(path)
+
+    def _made(self, tensor: torch.Tensor) -> None:
+        """Watch the operations by which the innermost container or block that runs made a tensor, if it did.
+
+        Only the code of containers, and of blocks that the user wrote, is watched.
+        """
+        if self.backward and self._stack and tensor.requires_grad and self._known(tensor) is None:
+            self._own_code.follow(tensor, *self._stack[-1])
+
+    def _operation(
+        self, path: str, number: int, node: str, region: int, made: list[Made], given: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Record the gradients of an operation in a container's own code."""
+        gradients = [gradient for gradient, _ in made]
+        if self.backward and all(map(measurable, (given, *gradients))):
+            first, *others = (
+                self._event("backward", path, "output", node, number, g, into=[]) for g in (given, *gradients)
+            )
+            leaving = tuple(out for _, out in made)
+            self.step.own_code.append(Operation(path, number, node, region, first, tuple(others), leaving))
 
     def _known(self, tensor: torch.Tensor) -> int | None:
         """Return the event of a tensor that was recorded before and not written to since; None for any other."""
@@ -185,11 +228,11 @@ class Watch:
 
     def _event(
         self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor,
-        forward: int | None = None, is_difference: bool = False,
+        forward: int | None = None, is_difference: bool = False, into: list[Event] | None = None,
     ) -> Event:  # fmt: skip
         held = local(tensor)
         device = held.device
-        events = self.step.events
+        events = self.step.events if into is None else into
         with self._lock:  # a model on several GPUs has a backward thread for each
             gathered = self.rows.get(device)
             if gathered is None:

@@ -15,6 +15,7 @@ from hfpatch.model.roles import is_block
 
 _BARE = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Module lists and dicts, which are never called."""
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "hfpatch")
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Places:
         blocks: Modules that are run again as a whole when something in them goes wrong.
         inner: Modules inside blocks.
         owners: Modules that hold parameters or buffers of their own.
+        written: Paths of modules whose class comes from none of the packages in `PACKAGES`: the user's own code.
     """
 
     containers: dict[str, nn.Module]
     blocks: dict[str, nn.Module]
     inner: dict[str, nn.Module]
     owners: tuple[tuple[str, nn.Module], ...]
+    written: frozenset[str]
 
     def enclosing(self, path: str) -> str | None:
         """Return the innermost container or block at or above a path; None if there is none."""
@@ -49,7 +52,8 @@ class Places:
 def places(model: nn.Module) -> Places:
     """Return the places of a model, from its structure."""
     owners = tuple((p, m) for p, m in model.named_modules() if parameters(m) or buffers(m))
-    found = Places({}, {}, {}, owners)
+    written = (p for p, m in model.named_modules() if type(m).__module__.partition(".")[0] not in PACKAGES)
+    found = Places({}, {}, {}, owners, frozenset(written))
     seen: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module, outermost: bool) -> None:
@@ -74,8 +78,18 @@ def places(model: nn.Module) -> Places:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """True if a module holds a list of layers, each of which is a block by `hfpatch.model.roles.is_block`."""
-    return any(
-        isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 0 and all(is_block(item) for item in inner)
-        for inner in module.modules()
-    )
+    """True if a module holds a list of layers: of blocks by `hfpatch.model.roles.is_block`, or of other stages.
+
+    A block that holds a list of parts that are no blocks, such as experts, is run as a whole.
+    """
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 0]
+    if any(all(is_block(item) for item in inner) for inner in lists):
+        return True
+    stages = [inner for inner in lists if isinstance(inner, nn.ModuleList) and _are_stages(inner)]
+    return bool(stages) and (not is_block(module) or any(is_block(m) for inner in stages for m in inner.modules()))
+
+
+def _are_stages(items: nn.ModuleList) -> bool:
+    """True for two or more modules, each with parts and weights: layers in wrappers, or hand-written stages."""
+    whole = (any(True for _ in item.children()) and any(True for _ in item.parameters()) for item in items)
+    return len(items) > 1 and all(whole)
