@@ -5,6 +5,8 @@
     cast_input         cast the input of a module
     cast_output        cast the output of a module
     map_output         pass the output of a module through a function
+    keep_float32       leave a float32 stream as it is where a module's own code casts it
+    read_stream        compute in float32 if the input is float32, and return the dtype of the weights
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
@@ -253,6 +255,28 @@ def in_float32(where: Selection) -> Template:
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
+
+
+def keep_float32(where: Selection) -> Template:
+    """Let the casts of the stream to half precision in each module's own code leave a float32 stream as it is."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.read_stream import KeepFloat32
+
+        return KeepFloat32()
+
+    return Template(where, change, "keep the stream in float32")
+
+
+def read_stream(where: Selection) -> Template:
+    """Let each module compute in float32 if its input is float32, and return the dtype of its weights."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.read_stream import ReadStream
+
+        return ReadStream()
+
+    return Template(where, change, "read the float32 stream")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:
