@@ -71,8 +71,8 @@ def coverage_line(coverage: dict[str, Any]) -> str:
     """What is covered of the architectures that transformers has."""
     counts = [
         f"of {r['architectures']} {r['mapping']} architectures {r['tiny model trains']} train as tiny models, in "
-        f"{r['LoRA reaches what is named']} PEFT adapts exactly the LoRA targets, {r['float16 stream served']} have "
-        "their float16 stream widened"
+        f"{r['LoRA reaches what is named']} PEFT adapts exactly the LoRA targets, in {r['float16 streams cured']} "
+        f"every float16 stream, towers included, is widened or cannot overflow ({r['of these harmless']} need nothing)"
         for r in coverage["rows"]
     ]
     return f"transformers {coverage['versions']['transformers']} ({SCRIPT}): " + "; ".join(counts) + "."

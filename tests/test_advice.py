@@ -101,8 +101,10 @@ class TestWords:
         assert said(symptom, model) == f"{UNTRIED}['fp32-attention-logits'])"
 
     def test_refused(self, tiny: Callable[[str], nn.Module]) -> None:
-        first, second = said("residual-overflow", tiny("olmo2").half()).splitlines()
-        assert first.startswith("fp16-residual-overflow fixes this, but is refused here: olmo2: ")
+        first, second = said("residual-overflow", tiny("flex_olmo").half()).splitlines()
+        assert first.startswith(
+            "fp16-residual-overflow fixes this, but is refused here: it does not cure a tiny flex_olmo"
+        )
         assert first.endswith("; stock alternatives: bfloat16 weights, or float32 weights under float16 autocast")
         assert second == "No other patch is known for this."
 

@@ -169,15 +169,7 @@ def test_what_keeps_t5_from_being_served_by_a_clamp() -> None:
     assert error(mine, exact) < 5e-3
 
 
-@pytest.mark.parametrize(
-    ("architecture", "why"),
-    [
-        ("olmo2", "raw stream"),
-        ("megatron-bert", "norm is inside"),
-        ("mamba", "cast the stream"),
-        ("switch_transformers", "experts sum"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "why"), [("flex_olmo", "it raises"), ("gemma3n_text", "not finite")])
 def test_what_is_not_served_says_why(architecture: str, why: str) -> None:
     made = hfpatch.plan(tiny_model(architecture).half())
     (decision,) = (d for d in made.decisions if d.patch == "fp16-residual-overflow")

@@ -632,7 +632,9 @@ def test_a_plan_shows_what_apply_refuses(tiny: Any) -> None:
     model = tiny("gemma3n_text").half()
     (found,) = hfpatch.plan(model, only=FP16).decisions
     assert found.decided == "refused"
-    with pytest.raises(hfpatch.errors.RefusedError, match=f"{FP16} was asked for and is refused: gemma3n_text"):
+    with pytest.raises(
+        hfpatch.errors.RefusedError, match=f"{FP16} was asked for and is refused: it does not cure a tiny gemma3n_text"
+    ):
         hfpatch.apply(model, only=FP16)
 
 

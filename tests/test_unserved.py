@@ -24,18 +24,13 @@ def rows(model: nn.Module, **words: Any) -> list[tuple[str, str, str, bool]]:
 
 @pytest.mark.parametrize(
     ("architecture", "path", "cls", "tower"),
-    [
-        ("llava", "model.vision_tower.encoder.layers", "CLIPEncoderLayer", "clip_vision_model"),
-        ("gemma3", "model.vision_tower.encoder.layers", "SiglipEncoderLayer", "siglip_vision_model"),
-        ("qwen2_audio", "model.audio_tower.layers", "Qwen2AudioEncoderLayer", "qwen2_audio_encoder"),
-        ("qwen2_vl", "model.visual.blocks", "Qwen2VLVisionBlock", "qwen2_vl_vision"),
-    ],
+    [("emu3", "model.vqmodel.encoder.down_block.down.*.block", "Emu3VQVAEResnetBlock", "emu3_vqgan")],
 )
 def test_a_float16_tower_is_named_and_what_is_served_is_not(architecture: str, path: str, cls: str, tower: str) -> None:
     model = tiny_model(architecture).half()
-    assert rows(model) == [(path, cls, tower, False)]
+    assert (path, cls, tower, False) in rows(model)
     assert rows(model, compute_dtype=torch.bfloat16) == []
-    (row,) = unserved(Survey(model))
+    (row,) = (row for row in unserved(Survey(model)) if row.path == path)
     assert str(row) == (
         f"{path}, {cls} of {tower}, runs in float16 and is not supported: "
         "no case proves the patch for this architecture"
@@ -43,12 +38,14 @@ def test_a_float16_tower_is_named_and_what_is_served_is_not(architecture: str, p
     assert row.to_dict() == {
         "path": path, "class": cls, "architecture": tower, "dtype": "float16", "refused": False, "reason": row.reason,
     }  # fmt: skip
-    model.get_submodule(path.rpartition(".")[0]).float()
+    model.model.vqmodel.float()
     assert rows(model) == []
-    assert rows(model, compute_dtype=torch.float16) == [(path, cls, tower, False)]
+    assert (path, cls, tower, False) in rows(model, compute_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "whisper", "qwen3_next", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "t5", "whisper", "qwen3_next", "mixtral", "llava", "qwen2_audio"]
+)
 def test_a_served_model_has_no_row(architecture: str) -> None:
     model = tiny_model(architecture).half()
     assert rows(model) == []
@@ -63,9 +60,9 @@ def test_other_dtypes_have_no_row(architecture: str, dtype: torch.dtype) -> None
 
 
 def test_a_refused_architecture_says_why() -> None:
-    (row,) = unserved(Survey(tiny_model("olmo2").half()))
+    (row,) = unserved(Survey(tiny_model("flex_olmo").half()))
     assert (row.path, row.refused) == ("model.layers", True)
-    assert "raw stream" in row.reason
+    assert "it raises" in row.reason
 
 
 def test_layers_that_somebody_else_wrote() -> None:

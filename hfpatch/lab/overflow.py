@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,11 @@ STREAM = 68_000.0
 """Target value of the stream; the largest float16 is 65,504."""
 BRANCH = 62_000.0
 """Limit of the branches, so that only the sum overflows."""
+MAX = 65_504.0
+LEAST = 66_000.0
+"""Least value of a stream that overflows float16, with some room for rounding."""
+SCALES = re.compile(r"lambda|layer_?scale|(^|\.)gamma|(^|\.)ls_?\d")
+"""Names of the learned scales between a branch and the stream."""
 WEIGHT = 40_000.0
 """Limit of the weights."""
 STEP = 1.2
@@ -33,7 +39,7 @@ class NothingGrowsError(InputError):
     """The layers of a model normalise every sum, so their stream cannot overflow."""
 
 
-def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
+def overflow(model: nn.Module, inputs: Mapping[str, Any], tower: str = "") -> float:
     """Scale the weights that write to the stream, in place, until the stream exceeds 65,504 on these inputs.
 
     The norms at the ends of the branches are scaled, or else the last matrix of each branch; once those reach the
@@ -42,29 +48,31 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
     Args:
         model: A tiny model; it is changed.
         inputs: Arguments for its forward.
+        tower: Architecture of the submodel whose stream it is; by default the one that reads tokens.
 
     Returns:
-        The largest absolute value in the stream; with an encoder and a decoder, the smaller of the two.
+        The largest absolute value in the stream; with several stacks, the smallest of theirs.
 
     Raises:
         NothingGrowsError: Each layer returns the output of a norm.
         InputError: The model has no stack of decoder layers, or its stream cannot be made to overflow alone.
     """
-    found = _stacks(model)
-    if count := _normalised(model, inputs):
+    found = _stacks(model, tower)
+    if count := _normalised(model, inputs, tower):
         raise NothingGrowsError(
             f"each of the {count} layers of {type(model).__name__} returned the output of a norm, so no stream grows "
             "from layer to layer"
         )
     if not found:
         raise InputError(f"{type(model).__name__} has no list of decoder layers; want a model with a residual stream")
+    _open_scales(found)
     last, before = _writers(model, found, inputs)
     stream, branch = _peaks(model, found, inputs)
     for _ in range(TRIES):
         if stream > STREAM:
             return stream
         if not branch < BRANCH / STEP:
-            break
+            return _to_the_limit(model, found, inputs, last, stream, branch)
         grown = [p for p in last if _largest(p) < WEIGHT / STEP] or before
         largest = max(map(_largest, grown), default=math.inf)
         if largest > WEIGHT:
@@ -74,29 +82,63 @@ def overflow(model: nn.Module, inputs: Mapping[str, Any]) -> float:
             for parameter in grown:
                 parameter.mul_(max(STEP, far))  # large steps while all values are small
         stream, branch = _peaks(model, found, inputs)
-    raise InputError(
+    raise _not_alone(model, stream, branch)
+
+
+def _to_the_limit(
+    model: nn.Module,
+    stacks: tuple[Stack, ...],
+    inputs: Mapping[str, Any],
+    last: list[nn.Parameter],
+    stream: float,
+    branch: float,
+) -> float:
+    """Scale what is added to the stream until the largest branch is at its limit; return the size of the stream."""
+    if last and branch < BRANCH:
+        with torch.no_grad():
+            for parameter in last:
+                parameter.mul_(BRANCH / branch)
+        stream, branch = _peaks(model, stacks, inputs)
+    if stream > LEAST and branch < MAX:
+        return stream
+    raise _not_alone(model, stream, branch)
+
+
+def _not_alone(model: nn.Module, stream: float, branch: float) -> InputError:
+    return InputError(
         f"{type(model).__name__}: the stream reaches {stream:.3g} and a branch {branch:.3g}; scaling did not make "
         "the stream alone overflow"
     )
 
 
-def _normalised(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+def _open_scales(stacks: tuple[Stack, ...]) -> None:
+    """Set the learned scales of branches, which begin near 0 in some towers, to 1."""
+    with torch.no_grad():
+        for layer in {id(m): m for stack in stacks for _, m in stack.layers}.values():
+            for name, parameter in layer.named_parameters():
+                if parameter.dim() == 1 and SCALES.search(name) and not float(parameter.abs().max()) > 1:
+                    parameter.fill_(1.0)
+
+
+def _normalised(model: nn.Module, inputs: Mapping[str, Any], tower: str) -> int:
     """Return the number of layers if each of them returned the output of a norm in it, else 0."""
     survey = Survey(model)
-    lists = {layers.path for layers in layer_lists(survey)}
+    homes = {s.path for s in survey.submodels if s.architecture == tower}
+    lists = {layers.path for layers in layer_lists(survey) if not tower or layers.submodel in homes}
     layers = [m for path, m in survey.modules.items() if starred(path.rpartition(".")[0]) in lists]
     norms = [n for layer in layers for n in layer.modules() if acts_as_norm(n)]
-    normed: set[int] = set()
+    normed: list[torch.Tensor] = []
     returned: dict[nn.Module, bool] = {}
-    kept: list[Any] = []  # so that no id is given out twice
 
     def look(module: nn.Module, out: Any) -> None:
         first = out[0] if isinstance(out, (tuple, list)) else out
-        kept.append(first)
+        if not isinstance(first, torch.Tensor):
+            return
         if module in every:
-            returned[module] = returned.get(module, True) and id(first) in normed
+            returned[module] = returned.get(module, True) and _made_of(first, normed)
+            normed.clear()
         else:
-            normed.add(id(first))
+            normed.append(first)
 
     every = set(layers)
     with _hooked([*layers, *norms], look):
@@ -104,13 +146,30 @@ def _normalised(model: nn.Module, inputs: Mapping[str, Any]) -> int:
     return len(returned) if all(returned.values()) else 0
 
 
+def _made_of(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """True if a tensor is one of the others, or each of its rows is a row of them: two of them joined."""
+    if any(tensor is other for other in others):
+        return True
+    width = tensor.shape[-1]
+    rows = [other.reshape(-1, width) for other in others if other.shape[-1] == width]
+    if not rows:
+        return False
+    known = torch.cat(rows)
+    return all(bool((known == row).all(-1).any()) for row in tensor.reshape(-1, width))
+
+
 def _largest(parameter: nn.Parameter) -> float:
     return float(parameter.detach().abs().max())
 
 
-def _stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """Return the stacks of the submodel that reads tokens; of several, the one with most layers, then the last."""
+def _stacks(model: nn.Module, tower: str) -> tuple[Stack, ...]:
+    """Return the stacks of a tower, or those of the submodel that reads tokens.
+
+    Of several that read tokens, those of the one with most layers, then of the last.
+    """
     survey = Survey(model)
+    if tower:
+        return tuple(k for s in survey.submodels if s.architecture == tower for k in survey.stacks.get(s.path, ()))
     found = [(s, stacks) for s in reversed(survey.submodels) if (stacks := survey.stacks.get(s.path))]
 
     def size(each: tuple[Submodel, tuple[Stack, ...]]) -> tuple[bool, int]:
@@ -132,7 +191,7 @@ def _writers(
     ran: list[nn.Module] = []
     width: dict[nn.Module, int] = {}
     branches = [branch for stack in stacks for _, branch in stack.branches]
-    inside = [m for branch in branches for m in branch.modules() if _matrices(m)]
+    inside = [m for branch in branches for m in branch.modules() if _matrices(m) and not _holds_matrices(m)]
     first = stacks[-1].layers[0][1]
 
     def note(module: nn.Module, out: Any) -> None:
@@ -160,6 +219,10 @@ def _only_sharpens(name: str) -> bool:
     return any(word in name for word in ("q_", "k_", "query", "key", "qkv", "q.", "k.", "gate", "router"))
 
 
+def _holds_matrices(module: nn.Module) -> bool:
+    return any(_matrices(inner) for child in module.children() for inner in child.modules())
+
+
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.dim() > 1]
 
@@ -171,15 +234,26 @@ def _peaks(model: nn.Module, stacks: tuple[Stack, ...], inputs: Mapping[str, Any
 
     def look(module: nn.Module, out: Any) -> None:
         first = out[0] if isinstance(out, (tuple, list)) else out
-        if isinstance(first, torch.Tensor):
+        if isinstance(first, torch.Tensor) and first.numel():
             peaks[home.get(module)] = max(peaks[home.get(module)], float(first.abs().max()))
 
-    # a module around others may already include the residual
+    def look_before(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note what the last map of a gated MLP reads: a product that no module returns."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point() and args[0].numel():
+            peaks[None] = max(peaks[None], float(args[0].abs().max()))
+
+    # a module around others may already include the residual; what reads the raw stream is as large as it is
     branches = [branch for stack in stacks for _, branch in stack.branches]
-    inside = [m for branch in branches for m in branch.modules() if _matrices(m) or not list(m.children())]
+    raw = {m for stack in stacks for _, part in stack.raw_readers for m in part.modules()}
+    inside = [m for b in branches for m in b.modules() if m not in raw and (_matrices(m) or not list(m.children()))]
     norms = [norm for stack in stacks for _, norm in stack.branch_out_norms]
-    with _hooked([*home, *inside, *norms], look):
-        _run(model, inputs)
+    reading = [hooks.before(m, look_before) for m in inside if isinstance(m, nn.Linear)]
+    try:
+        with _hooked([*home, *inside, *norms], look):
+            _run(model, inputs)
+    finally:
+        for handle in reading:
+            handle.remove()
     branch = peaks.pop(None)
     return min(peaks.values()), branch
 

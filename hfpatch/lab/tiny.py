@@ -211,7 +211,7 @@ def trained_speech_llm(llm: PreTrainedModel) -> SpeechLLM:
     return model
 
 
-COMPOSITES: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
+COMPOSITES: dict[str, Callable[[Any], nn.Module]] = {
     "speech-llm": SpeechLLM,
     "trained-speech-llm": trained_speech_llm,
     "lora-qv": peft_qv,

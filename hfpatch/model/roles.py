@@ -16,9 +16,11 @@ from functools import cache
 import torch
 from torch import nn
 
+from hfpatch.compat.loading import kept_wide
 from hfpatch.model.code import is_self, tree_of
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.norms import acts_as_norm
+from hfpatch.model.reads import begins_with_norm, calls, parts, reading_of
 from hfpatch.model.walk import TOOL_PACKAGES, Submodel, Walk, elements, inside, is_stock
 from hfpatch.model.wrapping import ON_LAYERS, unwrap, unwrapped
 
@@ -38,6 +40,10 @@ class Stack:
     """Layer norms applied to a branch's output before it is added to the stream."""
     branches: tuple[Place, ...]
     final_norm: Place | None
+    readers: tuple[Place, ...] = ()
+    """Branches, or the parts of one that begins with a norm, that read the output of a norm."""
+    raw_readers: tuple[Place, ...] = ()
+    """Branches, or parts of one, that read the stream itself: OLMo 2's attention, Gemma 4's gates."""
     wrappers: tuple[tuple[Place, Place], ...] = ()
     """Items that are a user's module around a layer, each with the layer in it."""
 
@@ -70,29 +76,65 @@ def stock_path(path: str, homes: Mapping[str, str]) -> str:
 
 def _stack(walk: Walk, list_path: str, items: list[Place]) -> Stack:
     layers = [block for item in items for block in _blocks(*item)]
-    norms: list[Place] = []
-    after: list[Place] = []
-    branches: list[Place] = []
-    for path, layer in (unwrapped(*place, ON_LAYERS) for place in layers):
-        out = out_norms(type(layer))
-        for name, child in layer.named_children():
-            place = (f"{path}.{name}", child)
-            if acts_as_norm(child):
-                norms.append(place)
-                if out is None or name in out:
-                    after.append(place)
-            elif next(child.parameters(), None) is not None:
-                branches.append(place)
-    parent = list_path.rpartition(".")[0]
-    beside = [
-        (f"{parent}.{name}" if parent else name, child)
-        for name, child in walk.modules[parent].named_children()
-        if acts_as_norm(child)
-    ]
-    final = beside[-1] if beside else None
+    held = _Parts()
+    for place in layers:
+        held.add(*unwrapped(*place, ON_LAYERS))
     found = ((unwrapped(*item, ON_LAYERS), layer_of_item(*item) or item) for item in items)
     wrappers = tuple((item, layer) for item, layer in found if layer[1] is not item[1] and inside(layer[0], item[0]))
-    return Stack(list_path, tuple(items), tuple(layers), tuple(norms), tuple(after), tuple(branches), final, wrappers)
+    return Stack(
+        list_path,
+        tuple(items),
+        tuple(layers),
+        tuple(held.norms),
+        tuple(held.after),
+        tuple(held.branches),
+        _final_norm(walk, list_path),
+        tuple(held.readers),
+        tuple(held.raw),
+        wrappers,
+    )
+
+
+class _Parts:
+    """The parts of the layers of a stack, by role."""
+
+    def __init__(self) -> None:
+        self.norms: list[Place] = []
+        self.after: list[Place] = []
+        self.branches: list[Place] = []
+        self.readers: list[Place] = []
+        self.raw: list[Place] = []
+
+    def add(self, path: str, layer: nn.Module, *, whole: bool = True) -> None:
+        """Add the parts of a layer, or of a branch that begins with a norm (not `whole`)."""
+        out, reading = out_norms(type(layer)), reading_of(layer)
+        for part in parts(layer):
+            place = (f"{path}.{part.name}", part.module)
+            raw = part.called in reading.stream | reading.methods
+            if acts_as_norm(part.module):
+                if whole or raw:
+                    self.norms.append(place)
+                if whole and (out is None or part.called in out):
+                    self.after.append(place)
+            elif next(part.module.parameters(), None) is not None:
+                if whole:
+                    self.branches.append(place)
+                if begins_with_norm(part.module):
+                    self.add(*unwrapped(*place, ON_LAYERS), whole=False)
+                else:
+                    (self.raw if raw else self.readers).append(place)
+
+
+def _final_norm(walk: Walk, list_path: str) -> Place | None:
+    """Return the norm beside a list of layers that ends the stream: the last that the forward calls; None if none."""
+    parent = list_path.rpartition(".")[0]
+    module = walk.modules[parent]
+    beside = {name: child for name, child in module.named_children() if acts_as_norm(child)}
+    if not beside:
+        return None
+    called = [name for name in calls(type(module)) if name in beside]
+    name = called[-1] if called else list(beside)[-1]
+    return f"{parent}.{name}" if parent else name, beside[name]
 
 
 @cache
@@ -153,9 +195,10 @@ DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
 
 
 def _layer_lists(walk: Walk, submodel: Submodel) -> list[tuple[str, list[Place]]]:
-    """Return the lists of blocks nearest to the submodel's root, at least as long as the config's number of layers.
+    """Return the lists of blocks nearest to the submodel's root, as long as the config's number of layers if any is.
 
-    Lists in inner submodels do not count. Only the first list is returned unless the config has several depths.
+    Lists in inner submodels do not count. Unless the config has several depths, those are returned that have the same
+    classes as the first.
     """
     config = submodel.model.config
     depths = [d for k in ("num_hidden_layers", *DEPTHS) if isinstance(d := getattr(config, k, None), int)]
@@ -166,13 +209,16 @@ def _layer_lists(walk: Walk, submodel: Submodel) -> list[tuple[str, list[Place]]
         if any(name.isdigit() for name in path[len(submodel.path) :].split(".")):  # a list inside a block
             continue
         items = [(f"{path}.{name}", item) for name, item in module.named_children()]
-        if len(items) < min(depths, default=0):
-            continue
         if all(_blocks(*item) for item in items):
             found.append((path, items))
+    long = [each for each in found if len(each[1]) >= min(depths, default=0)]
+    found = long or [each for each in found if len(each[1]) > 1]
     nearest = min((path.count(".") for path, _ in found), default=0)
     found = [each for each in found if each[0].count(".") == nearest]
-    return found if len(depths) > 1 else found[:1]
+    if len(depths) > 1:
+        return found
+    kinds = {type(item) for _, item in found[0][1]} if found else set[type]()  # Llama 3.2's two lists of image layers
+    return [each for each in found if {type(item) for _, item in each[1]} == kinds]
 
 
 def why_unreadable(walk: Walk, submodel: Submodel) -> str:
@@ -240,10 +286,22 @@ def _parts(path: str, item: nn.Module) -> list[Place]:
     if is_block(item):
         return [(path, item)]
     path, item = unwrapped(path, item, ON_LAYERS)
-    parts = [(f"{path}.{name}", part) for name, part in item.named_children()]
-    if len(parts) == 1 and isinstance(parts[0][1], nn.ModuleList):
-        parts = [(f"{parts[0][0]}.{name}", part) for name, part in parts[0][1].named_children()]
-    return parts if all(is_block(part) for _, part in parts) else []
+    held = [(f"{path}.{name}", part) for name, part in item.named_children()]
+    if len(held) == 1 and isinstance(held[0][1], nn.ModuleList):
+        held = [(f"{held[0][0]}.{name}", part) for name, part in held[0][1].named_children()]
+    if held and all(is_block(part) for _, part in held):
+        return held
+    return [(path, item)] if _norms_inside(item) else []
+
+
+def _norms_inside(item: nn.Module) -> bool:
+    """True if a norm in a list, or in a part that begins with one, reads what a layer of transformers is given."""
+    if not is_stock(own_class(item)):
+        return False
+    reading = reading_of(item).stream
+    return any(
+        acts_as_norm(p.module) or begins_with_norm(p.module) for p in parts(item) if p.called in reading
+    ) and any(not acts_as_norm(p.module) and next(p.module.parameters(), None) is not None for p in parts(item))
 
 
 def is_block(module: nn.Module) -> bool:
@@ -265,8 +323,11 @@ def stream_dtype(walk: Walk, submodel: Submodel, found: Stack) -> torch.dtype | 
     if isinstance(weight, torch.Tensor):
         dtypes.append(weight.dtype)
     first = f"{found.layers[0][0]}."
+    kept = kept_wide(submodel.model)[1]  # these return the dtype they are given
     for path, branch in found.branches:
-        if path.startswith(first) and (dtype := weights_dtype(branch)) is not None:
+        if not path.startswith(first) or path.rpartition(".")[2] in kept:
+            continue
+        if (dtype := weights_dtype(branch)) is not None:
             dtypes.append(dtype)
     floating = [d for d in dtypes if d.is_floating_point]
     if not floating:

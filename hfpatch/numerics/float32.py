@@ -78,7 +78,10 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 COMPUTED_IN_FLOAT32 = frozenset(
-    {functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm, functional.linear}
+    {
+        *(functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm, functional.linear),
+        *(functional.conv1d, functional.conv2d, functional.conv3d),
+    }
 )  # fmt: skip
 
 

@@ -63,8 +63,9 @@ def decide(
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         why = f"does not support {have}: no case proves it there; it supports {_listed(entry.architectures)}"
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
-    # Submodels for which there is nothing to do get no row each.
-    distinct = {(d.decided, d.reason, d.edits, d.lapsed): d for d in out if d.decided != "not needed" or d.lapsed}
+    # Submodels for which there is nothing to do get no row each, unless a run showed it.
+    rows = [d for d in out if d.decided != "not needed" or d.lapsed or d.code == "harmless"]
+    distinct = {(d.submodel, d.decided, d.reason, d.edits, d.lapsed): d for d in rows}
     return list(distinct.values()) or [max(out, key=lambda d: d.already)]
 
 
@@ -72,7 +73,7 @@ def considered(entry: Entry, context: Context) -> bool:
     """True if a patch is to be decided about for a submodel; the others are told that no case proves it there.
 
     Those are the architectures that it supports; for a patch with `serves` also those that were tried, and those that
-    can be: they have the structure, read tokens, and a tiny model of them, or of the user's own class, can be built.
+    can be: they have the structure, and transformers, or the user's own class, has a config for a tiny model.
     """
     submodel, structure = context.submodel, entry.patch.serves
     if submodel is None or submodel.architecture in entry.patch.but:
@@ -83,13 +84,12 @@ def considered(entry: Entry, context: Context) -> bool:
         return False
     if structure.why_not(context):
         return submodel.architecture in entry.tried
-    from hfpatch.atlas.atlas import architectures
-    from hfpatch.lab.tiny import home
-    from hfpatch.model.embed import find_embedding
+    from transformers import CONFIG_MAPPING
+
     from hfpatch.model.roles import own_class
 
     theirs = not own_class(submodel.model).__module__.startswith("transformers.")
-    return (theirs or home(submodel.architecture) in architectures()) and find_embedding(submodel.model) is not None
+    return theirs or submodel.architecture in CONFIG_MAPPING
 
 
 def _unlike(own: Decision, entry: Entry, context: Context, why_not: Refused, check: CheckProof) -> Decision:
@@ -139,6 +139,9 @@ def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decis
         grouped.setdefault(_effect(entry, context, edit), []).append(edit)
     own = replace(own, already=found.done, otherwise=found.otherwise)
     if not grouped and not found.changed:
+        if not found.done:
+            nothing = f"none of its selections matched anything in {_place(context)}"
+            return [replace(own, reason=nothing, hint=patch.suggests, code="no-such-place")]
         return [_applied_already(own, found.done)]
     unseen = any(e.change.unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):

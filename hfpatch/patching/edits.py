@@ -6,6 +6,8 @@
     cast_input         cast the input of a module
     cast_output        cast the output of a module
     map_output         pass the output of a module through a function
+    keep_float32       leave a float32 stream as it is where a module's own code casts it
+    read_stream        compute in float32 if the input is float32, and return the dtype of the weights
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
     outside_autocast   run a module in float32 and outside autocast, if autocast is on
     choose_attention   set the attention implementation of a submodel
@@ -281,11 +283,33 @@ def outside_autocast(where: Selection) -> Template:
     """If autocast is on, run each module outside it, its inputs and weights in float32. Else nothing changes."""
 
     def change(_context: Context, _target: Target) -> Change:
-        from hfpatch.patching.kinds.outside_autocast import OutsideAutocast
+        from hfpatch.patching.kinds.float32.outside_autocast import OutsideAutocast
 
         return OutsideAutocast()
 
     return Template(where, change, "run outside autocast")
+
+
+def keep_float32(where: Selection) -> Template:
+    """Let the casts of the stream to half precision in each module's own code leave a float32 stream as it is."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.float32.read_stream import KeepFloat32
+
+        return KeepFloat32()
+
+    return Template(where, change, "keep the stream in float32")
+
+
+def read_stream(where: Selection) -> Template:
+    """Let each module compute in float32 if its input is float32, and return the dtype of its weights."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.float32.read_stream import ReadStream
+
+        return ReadStream()
+
+    return Template(where, change, "read the float32 stream")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:

@@ -83,7 +83,7 @@ class Structure:
     """The submodels that a patch serves, by what they are: of an architecture for which its repros were proved.
 
     Args:
-        description: A noun phrase: "stacks of decoder layers with norms before the branches".
+        description: A noun phrase: "stacks of layers with norms before the branches".
         why_not: Returns why a submodel has not this structure; an empty text if it has.
     """
 

@@ -90,6 +90,44 @@ def branches() -> Selection:
     return _of_stacks("branches of the decoder layers", lambda s: s.branches)
 
 
+def readers() -> Selection:
+    """Select the branches that read the output of a norm, and the parts of those that begin with a norm."""
+    return _of_stacks("branches of the decoder layers", lambda s: s.readers, may_be_empty=True)
+
+
+def casting_layers() -> Selection:
+    """Select the layers whose own code casts the stream, as Mamba's do to the dtype of their norm. May be empty."""
+
+    def layers(stack: Stack) -> Iterable[Place]:
+        from hfpatch.model.reads import reading_of
+
+        return (place for place in stack.layers if reading_of(place[1]).casts)
+
+    return _of_stacks("layers that cast the stream", layers, may_be_empty=True)
+
+
+def raw_maps() -> Selection:
+    """Select the maps, convolutions and torch norms in the branches that read the stream itself. May be empty."""
+
+    def maps(stack: Stack) -> Iterable[Place]:
+        from hfpatch.model.edges import leaves
+
+        return (place for raw in stack.raw_readers for place in leaves(*raw))
+
+    return _of_stacks("maps that read the raw stream", maps, may_be_empty=True)
+
+
+def stream_ends() -> Selection:
+    """Select the maps and norms beyond a stack that no norm ends, where its stream may be read. May be empty."""
+
+    def find(context: Context) -> Iterable[Target]:
+        from hfpatch.model.edges import edges
+
+        return _targets(edges(context.survey, context.submodel)) if context.submodel else ()
+
+    return Selection("maps and norms where the stream leaves", find, may_be_empty=True)
+
+
 def branch_maps(name: str) -> Selection:
     """Select the linear layers with this name in the branches, with adapters around them. May be empty."""
 
@@ -122,8 +160,8 @@ def _around(description: str, *, in_float32: bool) -> Selection:
 
 
 def final_norm() -> Selection:
-    """Select the norm at the end of the residual stream."""
-    return _of_stacks("the final norm", _final)
+    """Select the norm at the end of the residual stream. A tower may have none."""
+    return _of_stacks("the final norm", _final, may_be_empty=True)
 
 
 def _of_stacks(

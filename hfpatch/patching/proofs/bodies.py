@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from types import FunctionType
@@ -19,6 +19,7 @@ from hfpatch.compat import accelerate
 from hfpatch.errors import InputError
 from hfpatch.lab.tiny import home, tiny_config
 from hfpatch.model.code import tree_of
+from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import own_class
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
@@ -119,6 +120,15 @@ def subject(entry: Entry, context: Context, code: Code) -> Subject:
         _release("torch"),
         _release("transformers"),
     )
+
+
+def with_model_flags(about: Subject, context: Context, code: Code) -> Subject:
+    """Return the subject of a tower with the flags that its model reads too: Wav2Vec 2.0's choose the layers' class."""
+    submodel = context.submodel
+    if submodel is None or find_embedding(submodel.model) is not None:
+        return about
+    flags = structural(submodel.model.config, (*code.classes, type(submodel.model)))
+    return replace(about, flags=json.dumps(about.settings | flags, sort_keys=True))
 
 
 def of_transformers(architecture: str) -> bool:

@@ -15,7 +15,7 @@ from hfpatch.compat import ranks
 from hfpatch.patching.context import Context
 from hfpatch.patching.language import Needed, NotNeeded, Refused
 from hfpatch.patching.proofs import shelf
-from hfpatch.patching.proofs.bodies import Code, code_of, of_transformers, subject
+from hfpatch.patching.proofs.bodies import Code, code_of, of_transformers, subject, with_model_flags
 from hfpatch.patching.proofs.own import prove_own
 from hfpatch.patching.proofs.proof import Proof, Subject, is_saved
 from hfpatch.patching.registry import Entry
@@ -56,7 +56,7 @@ def proof_verdict(entry: Entry, context: Context, *, own: bool = False) -> Neede
             return _of_own(entry, model, replace(about, flags=whole), _untested(code, model))
         return Refused(f'{_untested(code, model)}; prove="own" tries it on a tiny model of your class', "foreign-code")
     if (proof := shelf.find(shelf.shipped(entry.file), about)) is None:
-        return _on_demand(entry, about, code)
+        return _on_demand(entry, with_model_flags(about, context, code), code)
     match proof.outcome:
         case "proved":
             return None
@@ -88,7 +88,7 @@ def _verdict(proof: Proof, name: str, runs: str, untried: Needed | Refused) -> N
         case "proved":
             return Needed(f"proved here, on a tiny {name}{runs}")
         case "harmless":
-            return NotNeeded(f"on a tiny {name}, {proof.text}")
+            return NotNeeded(f"on a tiny {name}, {proof.text}", "harmless")
         case "not cured":
             return Refused(f"tried here, it does not cure a tiny {name}{runs}: {proof.text}", "not-cured")
         case "untried":

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from torch import nn
+from transformers import CONFIG_MAPPING
 
 from hfpatch.atlas.atlas import architectures
 from hfpatch.lab.overflow import NothingGrowsError
 from hfpatch.lab.sizes import DEFAULTS
 from hfpatch.lab.tiny import NOT_TINY, home
+from hfpatch.lab.towers import is_tower, towers
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
+from hfpatch.model.walk import Submodel
 from hfpatch.patching.context import Context
 from hfpatch.patching.deciding import CheckProof
 from hfpatch.patching.language import ANY, Refused
@@ -41,6 +44,10 @@ REJECTED = (*FAILURES, *REJECTIONS)
 """What transformers may raise for a config that nobody tried."""
 
 
+SAME = 1.1
+"""Factor by which two errors of one model may differ and count as the same: their roundings do."""
+
+
 @dataclass(frozen=True)
 class _Run:
     """What came of one repro."""
@@ -52,7 +59,8 @@ class _Run:
 def candidates() -> list[str]:
     """Return the architectures of which a tiny model can be built, alone or inside another, sorted."""
     known = architectures()
-    return sorted(name for name in CONFIG_MAPPING if home(name) in known and home(name) not in NOT_TINY)
+    inside = (name for name in CONFIG_MAPPING if home(name) in known and home(name) not in NOT_TINY)
+    return sorted({*inside, *towers()})
 
 
 def prove_all(entry: Entry, names: Sequence[str]) -> Iterator[Proof]:
@@ -74,7 +82,7 @@ def _of_default(entry: Entry, plain: Proof) -> Subject | None:
     """Return the subject of the default config of a proof's architecture; None if that has no flags or is unknown."""
     architecture = plain.subject.architecture
     cls: Any = CONFIG_MAPPING[architecture]
-    survey = Survey(tiny_of(Case(architecture)))
+    survey = Survey(tiny_of(Case(architecture, tower=is_tower(architecture))))
     inside = next(s for s in survey.submodels if s.architecture == architecture)
     code = code_of(entry, Context(survey, inside, None, entry.patch.options))
     try:
@@ -84,7 +92,7 @@ def _of_default(entry: Entry, plain: Proof) -> Subject | None:
     return replace(plain.subject, flags=json.dumps(flags, sort_keys=True)) if flags else None
 
 
-Make = Callable[[Case], PreTrainedModel]
+Make = Callable[[Case], nn.Module]
 """Builds the tiny language model of a case."""
 
 
@@ -103,6 +111,20 @@ def prove(entry: Entry, architecture: str, about: Subject | None = None, make: M
     """
     settings = about.settings if about and make is tiny_of else {}
     cases = [replace(case, config={**settings, **case.config}) for case in cases_of(entry, architecture)]
+    whole = [replace(case, tower=True) for case in cases]
+    if make is not tiny_of:
+        return _prove(entry, about, cases, make)
+    if is_tower(architecture):
+        return _prove(entry, about, whole, make)
+    proof = _prove(entry, about, cases, make)
+    if proof is not None and proof.outcome != "untried":
+        return proof
+    again = _prove(entry, about, whole, make)  # a model that needs more than token ids
+    return again if proof is None or (again is not None and again.outcome != "untried") else proof
+
+
+def _prove(entry: Entry, about: Subject | None, cases: list[Case], make: Make) -> Proof | None:
+    """Run cases; see `prove`."""
     seen = [_seen(entry, case, make) for case in cases]
     if None in seen:
         return None
@@ -134,9 +156,7 @@ def _seen(entry: Entry, case: Case, make: Make) -> _Seen | str | None:
         survey = Survey(make(case))
     except REJECTED as error:
         return f"no tiny model of it can be built: {_first_line(error)}"
-    inside = [
-        s for s in survey.submodels if s.architecture == case.architecture and find_embedding(s.model) is not None
-    ]
+    inside = [s for s in survey.submodels if s.architecture == case.architecture and _is_tried(case, s)]
     if not inside:
         return None
     contexts = [Context(survey, each, None, entry.patch.options) for each in inside]  # an encoder and a decoder
@@ -145,12 +165,17 @@ def _seen(entry: Entry, case: Case, make: Make) -> _Seen | str | None:
     return _Seen(replace(found[0], bodies=frozenset[str]().union(*(each.bodies for each in found))), why_not)
 
 
+def _is_tried(case: Case, submodel: Submodel) -> bool:
+    """True if a submodel is patched in a proof: one that reads tokens; in the model around a tower, every one."""
+    return case.tower or find_embedding(submodel.model) is not None
+
+
 def _run(entry: Entry, case: Case, make: Make) -> _Run:
     patched: list[str] = []
 
     def check(_entry: Entry, context: Context) -> Refused | None:
-        if context.submodel is None or find_embedding(context.submodel.model) is None:
-            return Refused("only what reads tokens is proved here", "not-served")
+        if context.submodel is None or not _is_tried(case, context.submodel):
+            return Refused("another part is proved here", "not-served")
         patched.append(context.submodel.architecture)
         return None
 
@@ -176,12 +201,14 @@ def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
     if entry.patch.tolerance is None:
         return ""
     trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False), make)
+    stock = trial.error(trial.logits())
     carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
     error = trial.error(trial.logits())
-    if error <= entry.patch.tolerance:
+    if error <= max(entry.patch.tolerance, SAME * stock):
         return ""
     return (
-        f"on healthy weights its logits are {error:.1e} from float32's, and the patch states {entry.patch.tolerance:g}"
+        f"on healthy weights its logits are {error:.1e} from float32's; the patch states {entry.patch.tolerance:g}, "
+        f"and without it they are {stock:.1e} from them"
     )
 
 

@@ -25,6 +25,8 @@ class Case:
         padded: Number of padding tokens on the left of the first of the two rows.
         tokens: Length of the two rows.
         device: `cpu` or `cuda`; a case for `cuda` is skipped without a GPU.
+        tower: True if the architecture is a tower's: it runs inside a model that holds it, on an example batch with
+            images or sounds, its own stream is the one that overflows, and what it returns counts beside the logits.
         overflow: Scale the layers that write to the residual stream until the stream passes 65,504 and no branch does.
     """
 
@@ -42,6 +44,7 @@ class Case:
     tokens: int = 12
     device: Literal["cpu", "cuda"] = "cpu"
     overflow: bool = False
+    tower: bool = False
 
     def __str__(self) -> str:
         overflow = " overflowing" if self.overflow else ""

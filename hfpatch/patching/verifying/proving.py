@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
@@ -144,7 +144,7 @@ def try_repro(entry: Entry, case: Case) -> CaseResult:
 
 
 def attempt(
-    entry: Entry, case: Case, check: CheckProof = no_check, make: Callable[[Case], PreTrainedModel] = tiny_of
+    entry: Entry, case: Case, check: CheckProof = no_check, make: Callable[[Case], nn.Module] = tiny_of
 ) -> Attempt:
     """Build a repro, look for the symptom, patch the model and look again.
 
@@ -158,7 +158,12 @@ def attempt(
     before = entry.patch.symptom(trial)
     made = plan_alone(entry, trial.model, asked=True, check=check)
     carry_out(trial.model, made)
-    after = entry.patch.symptom(trial)
+    try:
+        after = entry.patch.symptom(trial)
+    except (RuntimeError, ValueError, TypeError) as error:
+        if not made.edits:
+            raise
+        after = f"with the patch it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return Attempt(before, after, len(made.edits), "; ".join(d.reason for d in made.decisions))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import re
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,12 +17,15 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfpatch.compat import hooks
 from hfpatch.compat.implementation import choose
+from hfpatch.compat.loading import kept_wide
 from hfpatch.errors import InputError
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.sizes import SIZES, VOCABULARY
 from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_config, tiny_model, tiny_of_class
+from hfpatch.lab.towers import tower_inputs, tower_model
 from hfpatch.model.walk import Walk
 from hfpatch.patching.verifying.case import Case
 
@@ -56,7 +60,10 @@ class Trial:
         return real
 
     def logits(self) -> torch.Tensor:
-        """Run the model; return its logits at real tokens, `[tokens, vocabulary]` in float32."""
+        """Run the model; return its logits at real tokens, `[tokens, vocabulary]` in float32.
+
+        For a tower, return what it returns, over its size in the reference, and its model's logits times 0, as one row.
+        """
         return self._run(self.model, self.case.autocast)
 
     @cached_property
@@ -100,9 +107,28 @@ class Trial:
             torch.autocast(self.case.device, dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
         )
         with torch.no_grad(), region:
+            if self.case.tower:
+                return self._scaled(answers(model, self.case, self._inputs(model)))
             return model(**self._inputs(model)).logits.float()[self.real]
 
+    def _scaled(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the parts of an answer as one row, each over its size in the reference.
+
+        The logits only show whether they are finite: their errors are those of the language model.
+        """
+        logits, *found = parts
+        return torch.cat(
+            [logits.flatten() * 0, *(p.flatten() / size for p, size in zip(found, self._sizes, strict=True))]
+        )
+
+    @cached_property
+    def _sizes(self) -> list[torch.Tensor]:
+        _, *found = answers(self.master, self.case, self._inputs(self.master))
+        return [part.norm().clamp_min(torch.finfo(torch.float32).tiny) for part in found]
+
     def _inputs(self, model: nn.Module) -> dict[str, Any]:
+        if self.case.tower:
+            return tower_inputs(model)
         mask = {"attention_mask": self.real.long()} if self.case.padded else {}
         return inputs_of(model, self.ids) | mask
 
@@ -138,16 +164,46 @@ def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     return given if "input_ids" in given or not reads_ids else {"decoder_input_ids": ids, **given}
 
 
-def tiny_of(case: Case) -> PreTrainedModel:
-    """Return the tiny language model of a case, with its own random weights.
+def answers(model: nn.Module, case: Case, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Run a model that holds a tower; return its logits and the floating-point tensors that the tower returned."""
+    found: list[torch.Tensor] = []
+
+    def note(_module: nn.Module, _args: Any, out: Any) -> None:
+        values: list[Any] = (
+            list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple) else [out]
+        )
+        found.extend(v.float() for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+
+    towers = [s.model for s in Walk(model).submodels if s.architecture == case.architecture]
+    handles = [hooks.after(tower, note) for tower in towers]
+    try:
+        logits = model(**inputs).logits.float()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [logits, *found]
+
+
+def tiny_of(case: Case) -> nn.Module:
+    """Return the tiny language model of a case, or the model around its tower, with its own random weights.
 
     Raises:
         InputError: The case names an unknown architecture, or transformers rejects its config.
     """
+    if case.tower:
+        return tower_model(case.architecture, case.layers, **case.config)
     if case.layers is not None:
         with contextlib.suppress(InputError):
             return _tiny(case, case.layers, num_hidden_layers=case.layers)
     return _tiny(case, LAYERS)
+
+
+def _keep_wide(model: PreTrainedModel) -> None:
+    """Put back in float32 what the loader keeps so in every half-precision load: routers that compute in float32."""
+    for name in kept_wide(model)[1]:
+        for path, parameter in model.named_parameters():
+            if re.search(rf"(^|\.){name}($|\.)", path):
+                parameter.data = parameter.data.float()
 
 
 def _tiny(case: Case, depth: int, **more: Any) -> PreTrainedModel:
@@ -164,7 +220,7 @@ def _repeated(value: Any, count: int) -> Any:
     return [value[i % len(value)] for i in range(count)]
 
 
-def build(case: Case, make: Callable[[Case], PreTrainedModel] = tiny_of) -> Trial:
+def build(case: Case, make: Callable[[Case], nn.Module] = tiny_of) -> Trial:
     """Build a case. The reference has the weights rounded to the case's dtype, and buffers in float32.
 
     Args:
@@ -176,7 +232,9 @@ def build(case: Case, make: Callable[[Case], PreTrainedModel] = tiny_of) -> Tria
     """
     llm = make(case)
     rescale(llm, case.scale, case.fill)
-    if case.overflow:
+    if case.overflow and case.tower:
+        overflow(llm, tower_inputs(llm), case.architecture)
+    elif case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): no such composite; there are: {', '.join(COMPOSITES)}")
@@ -189,5 +247,6 @@ def build(case: Case, make: Callable[[Case], PreTrainedModel] = tiny_of) -> Tria
     nn.Module.to(model, case.device, dtype).eval()  # in place
     for module in llm.modules():
         if isinstance(module, PreTrainedModel):
+            _keep_wide(module)
             choose(module.config, case.attention)
     return Trial(case, model, master)
