@@ -9,6 +9,7 @@
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
+    scale_branch       run a branch with smaller values, and give its output in float32
 
 A template holds the change for every module that a selection finds. Resolved against a model it becomes
 `Edit`s: one change to one module each, with the value before. Each edited module carries its own `Record`s
@@ -253,6 +254,22 @@ def in_float32(where: Selection) -> Template:
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
+
+
+def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str, int]]) -> Template:
+    """Scale the output of each branch's activation by a power of two, and its own output back, in float32.
+
+    Args:
+        where: Branches whose output is proportional to the output of one activation in them.
+        scale: Returns the name of the activation in the branch, and the exponent: 8 for values 256 times smaller.
+    """
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.scale_branch import ScaleBranch
+
+        return ScaleBranch(*scale(context, target))
+
+    return Template(where, change, "scale by a power of two inside, float32 at the end")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:

@@ -148,10 +148,11 @@ def _seen(entry: Entry, case: Case, make: Make) -> _Seen | str | None:
 def _run(entry: Entry, case: Case, make: Make) -> _Run:
     patched: list[str] = []
 
-    def check(_entry: Entry, context: Context) -> Refused | None:
+    def check(each: Entry, context: Context) -> Refused | None:
         if context.submodel is None or find_embedding(context.submodel.model) is None:
             return Refused("only what reads tokens is proved here", "not-served")
-        patched.append(context.submodel.architecture)
+        if each.id == entry.id:
+            patched.append(context.submodel.architecture)
         return None
 
     try:
@@ -175,7 +176,7 @@ def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
     """Return how far from float32 a patch that claims to be equivalent is on healthy weights; empty if near enough."""
     if entry.patch.tolerance is None:
         return ""
-    trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False), make)
+    trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False, branches=False), make)
     carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
     error = trial.error(trial.logits())
     if error <= entry.patch.tolerance:

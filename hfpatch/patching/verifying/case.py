@@ -26,6 +26,8 @@ class Case:
         tokens: Length of the two rows.
         device: `cpu` or `cuda`; a case for `cuda` is skipped without a GPU.
         overflow: Scale the layers that write to the residual stream until the stream passes 65,504 and no branch does.
+        branches: Scale the feed-forward parts of two layers until values in them pass 65,504. What they reach is
+            measured, as with `plan(batch=)`.
     """
 
     architecture: str
@@ -42,9 +44,10 @@ class Case:
     tokens: int = 12
     device: Literal["cpu", "cuda"] = "cpu"
     overflow: bool = False
+    branches: bool = False
 
     def __str__(self) -> str:
-        overflow = " overflowing" if self.overflow else ""
+        overflow = " overflowing" if self.overflow else " with overflowing branches" if self.branches else ""
         inside = f" in {self.inside}" if self.inside else ""
         autocast = f" under {self.autocast} autocast" if self.autocast else ""
         attention = "" if self.attention == "eager" else f" {self.attention}"

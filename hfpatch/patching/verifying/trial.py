@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hfpatch.compat.implementation import choose
 from hfpatch.errors import InputError
+from hfpatch.lab.branch_overflow import branch_overflow
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.sizes import SIZES, VOCABULARY
@@ -69,7 +70,7 @@ class Trial:
 
     def bad_gradients(self) -> list[str]:
         """Run a backward pass of the mean squared logit; return the names of parameters with non-finite gradients."""
-        self.model(**self._inputs(self.model)).logits.float().square().mean().backward()
+        self.model(**self.inputs(self.model)).logits.float().square().mean().backward()
         bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         self.model.zero_grad(set_to_none=True)
         return bad
@@ -83,9 +84,11 @@ class Trial:
             torch.autocast(self.case.device, dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
         )
         with torch.no_grad(), region:
-            return model(**self._inputs(model)).logits.float()[self.real]
+            return model(**self.inputs(model)).logits.float()[self.real]
 
-    def _inputs(self, model: nn.Module) -> dict[str, Any]:
+    def inputs(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Return the arguments of a model of the case; of the one to patch by default."""
+        model = self.model if model is None else model
         mask = {"attention_mask": self.real.long()} if self.case.padded else {}
         return inputs_of(model, self.ids) | mask
 
@@ -150,6 +153,8 @@ def build(case: Case, make: Callable[[Case], PreTrainedModel] = tiny_of) -> Tria
     rescale(llm, case.scale, case.fill)
     if case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))
+    if case.branches:
+        branch_overflow(llm, inputs_of(llm, token_ids(case)))
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): no such composite; there are: {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm

@@ -1,0 +1,108 @@
+"""The feed-forward parts of a stack: MLPs and experts, by structure.
+
+Such a part is the module that holds an activation, with the linear maps or the stacked weights of experts beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from hfpatch.lora.linear import features
+from hfpatch.model.roles import Place, Stack
+
+ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+"""Modules whose classes are activations, if they have no parameters."""
+NOT_ELEMENTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """An MLP, a module of experts, or a layer whose own children are an MLP (OPT, Whisper).
+
+    Attributes:
+        path: Path of the module.
+        module: The module.
+        activation: The activation in it.
+        maps: The linear maps in it, without adapters, in the order of the module; empty for stacked experts.
+        gated: True if its own forward multiplies or sums: by a gate, or over experts.
+        why_not_scaled: Why its output is not proportional to the output of its activation, or why scaling that would
+            not help; empty if it is.
+    """
+
+    path: str
+    module: nn.Module
+    activation: Place
+    maps: tuple[Place, ...]
+    gated: bool
+    why_not_scaled: str
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Paths of the modules whose values count as those of this part."""
+        own = (self.path,) if self.gated else ()
+        return *own, self.activation[0], *(path for path, _ in self.maps)
+
+
+def feed_forwards(stack: Stack) -> Iterator[FeedForward]:
+    """Yield the feed-forward parts of a stack's layers, in the order of the modules."""
+    for layer_path, layer in stack.layers:
+        for name, module in layer.named_modules():
+            path = f"{layer_path}.{name}" if name else layer_path
+            acts = [(f"{path}.{n}", child) for n, child in module.named_children() if is_activation(child)]
+            if len(acts) != 1:
+                continue
+            maps = tuple(_maps(path, module))
+            experts = any(p.dim() == 3 for p in module.parameters(recurse=False))
+            kind = "experts" if experts else _kind(maps)
+            if kind:
+                why_not = _why_not_scaled(module, maps, name, kind)
+                yield FeedForward(path, module, acts[0], maps, kind != "plain", why_not)
+
+
+def is_activation(module: nn.Module) -> bool:
+    """True if a module is an elementwise activation without parameters, of torch, transformers or a model's own."""
+    if next(module.parameters(), None) is not None or isinstance(module, NOT_ELEMENTWISE):
+        return False
+    name = type(module).__name__.lower()
+    return type(module).__module__ in ACTIVATIONS or name.endswith(("gelu", "silu", "relu", "activation"))
+
+
+def _maps(path: str, module: nn.Module) -> Iterator[Place]:
+    """Yield the linear maps that are children of a module; of one with an adapter, the map inside it."""
+    for name, child in module.named_children():
+        for inner, each in child.named_modules():
+            own = inner in ("", "base_layer") or inner.endswith(".base_layer")
+            if own and "lora_" not in inner and features(each) is not None:
+                yield f"{path}.{name}{'.' if inner else ''}{inner}", each
+
+
+def _kind(maps: tuple[Place, ...]) -> str:
+    """Return `plain` or `gated` if the last map reads what the others write; else an empty text."""
+    if len(maps) < 2:
+        return ""
+    *before, last = [features(m) or (0, 0) for _, m in maps]
+    written = sum(out for _, out in before)
+    if any(given != last[1] for given, _ in before):
+        return ""
+    return "plain" if written == last[0] else "gated" if written == 2 * last[0] else ""
+
+
+def _why_not_scaled(module: nn.Module, maps: tuple[Place, ...], name: str, kind: str) -> str:
+    if not name:
+        return "its maps are children of the layer, whose output is not only theirs"
+    if kind == "experts":
+        biased = [n for n, _ in module.named_parameters(recurse=False) if "bias" in n]
+        return f"its experts add {biased[0]}" if biased else ""
+    known = {id(m) for _, m in maps}
+    for name, child in module.named_children():
+        inner = [m for m in child.modules() if next(m.parameters(recurse=False), None) is not None]
+        if inner and not any(id(m) in known for m in child.modules()):
+            return f"it holds {name}, a {type(child).__name__}"
+    if getattr(maps[-1][1], "bias", None) is not None:
+        return "its last map adds a bias"
+    if kind == "plain":
+        return "it has no gate, so what overflows is a map or the activation itself"
+    return ""

@@ -1,0 +1,172 @@
+"""Computes feed-forward parts whose values float16 cannot hold with values a power of two smaller, or in float32.
+
+## What goes wrong
+Inside an MLP or an expert, the product of gate and up, the activation, or what the last map writes, passes 65,504, the
+largest float16. It becomes inf before it reaches the residual stream, so a stream in float32 does not help: the next
+norm makes NaN of it.
+
+## What this changes
+A gated MLP and experts: the output of the activation is multiplied by 2^-k, and the output of the part, in float32, by
+2^k. All that lies between, adapters and quantised maps too, computes with values smaller by this factor. k is such that
+the largest value of the batch leaves room for 16 times as much; without a batch it is 5.
+
+Parts for which that would be wrong or would not help (a bias in the last map, no gate, a map before the activation that
+overflows itself) have their linear maps computed in float32, outside autocast: slower, and half as much again of the
+memory of a map while it runs.
+
+With `batch=` only layers whose values come within a factor of 2 of 65,504 are changed. The hooks are on the activation
+and on the part, which no adapter replaces. Weights and state dict stay as they are.
+
+## Numerics
+equivalent: a power of two changes no digit, but values below 6e-5 times 2^k lose some or all of theirs. Under a
+GradScaler, gradients inside the part are 2^k times as large as in a stock model, so its scale may settle lower.
+
+## Known limits
+It needs `fp16-residual-overflow`: the output of the part is float32 and is added to the stream. It runs only by name,
+or if a batch shows the need. Not served: attention's own maps; experts that add a bias or have no activation module
+(gpt-oss); quantised maps that would have to compute in float32. Where maps compute in float32, a LoRA adapter on the last
+map reads the wide values: keep it in float32 (PEFT's default) and outside float16 autocast, or add it before the patch.
+A part whose activation does not run, because another forward computes it, raises an error. One text does not show what
+another reaches. `save_pretrained` does not save the patch.
+
+## Sources
+huggingface/transformers#27179 (Llama, the product), ggml-org/llama.cpp#17534, unslothai/unsloth-zoo#866 (experts);
+measured on tiny models of each architecture by `hfpatch prove fp16-branch-overflow`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hfpatch.dtypes import dtype_name
+from hfpatch.patching import edits, select
+from hfpatch.patching.context import Context, Target
+from hfpatch.patching.language import ANY, Case, Needed, NotNeeded, Offered, Patch, Refused, Structure, Verdict
+from hfpatch.patching.verifying.wrong_logits import wrong_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hfpatch.inspecting.feed_forward import FeedForward
+    from hfpatch.inspecting.peaks import Peak
+
+EXPONENT = 5
+"""k without a measurement: values up to 2 million."""
+ROOM, WANTED = 2.0, 16.0
+"""Room below which a part is changed, and the room that it then gets."""
+T5 = NotNeeded("wo-overflow is for this architecture: it computes wo in float32")
+
+
+def why_not(context: Context) -> str:
+    """Why a submodel has no feed-forward parts that can be changed; empty if it has."""
+    return "" if _parts(context) else "its layers hold no MLP with an activation module and no such experts"
+
+
+def condition(context: Context) -> Verdict:
+    """Needed if a batch has shown that a part comes near 65,504 and runs in float16; else offered."""
+    now, planned = dtype_name(context.stream_dtype), context.compute_dtype
+    dtype = now if planned is None else dtype_name(planned)
+    if dtype != "float16":
+        return NotNeeded(f"feed-forward parts compute in {dtype}, whose range holds their values")
+    if context.peaks is None:
+        measures = "hfpatch.apply(model, batch=batch) measures it"
+        return Offered(f"whether a feed-forward part passes 65,504 depends on weights and text; {measures}", False)
+    worst = context.peaks.at(place for part in _parts(context) for place in part.places)
+    if worst is None:
+        return Offered("no feed-forward part of it ran on this batch", False)
+    if math.isnan(worst.value):
+        return Refused(f"what {worst.path} computes is NaN in float32 too; trace it: with hfpatch.trace(model)")
+    if worst.room >= ROOM:
+        return Offered(f"the largest value of its feed-forward parts {worst}", False)
+    if why := _unscalable(context):
+        return Refused(why)
+    parts = _parts(context)
+    return Needed(f"{len(_wanted(context))} of {len(parts)} feed-forward parts come near 65,504; the largest value {worst}")
+
+
+def _parts(context: Context) -> tuple[FeedForward, ...]:
+    from hfpatch.inspecting.feed_forward import feed_forwards
+
+    home = context.submodel.path if context.submodel else ""
+    return context.survey.once(
+        ("feed-forward parts", home), lambda: tuple(part for stack in context.stacks for part in feed_forwards(stack))
+    )
+
+
+def _peak(context: Context, places: Iterable[str]) -> Peak | None:
+    return None if context.peaks is None else context.peaks.at(places)
+
+
+def _wanted(context: Context) -> list[FeedForward]:
+    """Return the parts to change: with a measurement those that come near float16's maximum, else all."""
+    peaks = ((part, _peak(context, part.places)) for part in _parts(context))
+    return [part for part, peak in peaks if context.peaks is None or (peak is not None and peak.room < ROOM)]
+
+
+def _is_scaled(context: Context, part: FeedForward) -> bool:
+    """True if a part is scaled; False if its maps compute in float32."""
+    early = _peak(context, (part.activation[0], *(path for path, _ in part.maps[:-1])))
+    return not part.why_not_scaled and (early is None or early.room >= ROOM)
+
+
+def _unscalable(context: Context) -> str:
+    """Return why one of the parts to change can neither be scaled nor computed in float32; empty if each can."""
+    for part in _wanted(context):
+        if _is_scaled(context, part):
+            continue
+        if not part.maps:
+            return f"{part.path} can be neither scaled nor computed in float32: {part.why_not_scaled}"
+        for path, module in part.maps:
+            weight = getattr(module, "weight", None)
+            if weight is None or not weight.dtype.is_floating_point:
+                return f"{path} is quantised, so it cannot be computed in float32, and is not scaled: {part.why_not_scaled}"
+    return ""
+
+
+def _scaled(context: Context) -> Iterable[Target]:
+    return (Target(part.path, part.module) for part in _wanted(context) if _is_scaled(context, part))
+
+
+def _in_float32(context: Context) -> Iterable[Target]:
+    return (Target(*place) for part in _wanted(context) if not _is_scaled(context, part) for place in part.maps)
+
+
+def _code(context: Context) -> Iterable[Target]:
+    """Find the parts, and the modules between them and their layers."""
+    modules = context.survey.modules
+    layers = {path for stack in context.stacks for path, _ in stack.layers}
+    for part in _parts(context):
+        path = part.path
+        while path and path not in layers:
+            yield Target(path, modules[path])
+            path = path.rpartition(".")[0]
+
+
+def scale(context: Context, target: Target) -> tuple[str, int]:
+    """Return the name of a part's activation, and k: so that its largest value leaves room for 16 times as much."""
+    part = next(part for part in _parts(context) if part.path == target.path)
+    peak = _peak(context, part.places)
+    name = part.activation[0].rpartition(".")[2]
+    return name, EXPONENT if peak is None else max(1, math.ceil(math.log2(WANTED / peak.room)))
+
+
+PATCH = Patch(
+    title="Feed-forward parts scaled by a power of two, or in float32",
+    serves=Structure("layers with an MLP or experts that hold an activation", why_not),
+    condition=condition,
+    edits=(
+        edits.scale_branch(select.Selection("feed-forward parts", _scaled, may_be_empty=True), scale),
+        edits.in_float32(select.Selection("maps of feed-forward parts", _in_float32, may_be_empty=True)),
+    ),
+    effect="equivalent",
+    tolerance=6e-3,
+    depends_on=(select.layers(), select.layer_norms(), select.Selection("feed-forward parts", _code)),
+    symptom=wrong_logits,
+    repros=(Case(ANY, "float16", branches=True),),
+    leaves_alone=(Case("llama", dtype="float16"), Case("llama", dtype="bfloat16")),
+    but=dict.fromkeys(("t5", "mt5", "umt5", "longt5"), T5),
+    needs=("fp16-residual-overflow",),
+    suggests="stock alternative: bfloat16 weights",
+    answers_where_it_edits=("overflow", "cast-overflow"),
+)
