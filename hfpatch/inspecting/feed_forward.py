@@ -1,6 +1,6 @@
 """The feed-forward parts of a stack: MLPs and experts, by structure.
 
-Such a part is the module that holds an activation, with the linear maps or the stacked weights of experts beside it.
+Such a part is the module that holds linear maps and an activation between them, or the stacked weights of experts.
 """
 
 from __future__ import annotations
@@ -25,25 +25,32 @@ class FeedForward:
     Attributes:
         path: Path of the module.
         module: The module.
-        activation: The activation in it.
+        activation: The activation in it; None for experts without such a module.
         maps: The linear maps in it, without adapters, in the order of the module; empty for stacked experts.
         gated: True if its own forward multiplies or sums: by a gate, or over experts.
+        of_layer: True if the module is the layer itself.
         why_not_scaled: Why its output is not proportional to the output of its activation, or why scaling that would
             not help; empty if it is.
     """
 
     path: str
     module: nn.Module
-    activation: Place
+    activation: Place | None
     maps: tuple[Place, ...]
     gated: bool
+    of_layer: bool
     why_not_scaled: str
 
     @property
+    def early(self) -> tuple[str, ...]:
+        """Paths of the activation and of the maps before it."""
+        activation = () if self.activation is None else (self.activation[0],)
+        return *activation, *(path for path, _ in self.maps[:-1])
+
+    @property
     def places(self) -> tuple[str, ...]:
-        """Paths of the modules whose values count as those of this part."""
-        own = (self.path,) if self.gated else ()
-        return *own, self.activation[0], *(path for path, _ in self.maps)
+        """Paths of all modules whose values count as those of this part."""
+        return *((self.path,) if self.gated else ()), *self.early, *(path for path, _ in self.maps[-1:])
 
 
 def feed_forwards(stack: Stack) -> Iterator[FeedForward]:
@@ -51,15 +58,15 @@ def feed_forwards(stack: Stack) -> Iterator[FeedForward]:
     for layer_path, layer in stack.layers:
         for name, module in layer.named_modules():
             path = f"{layer_path}.{name}" if name else layer_path
-            acts = [(f"{path}.{n}", child) for n, child in module.named_children() if is_activation(child)]
-            if len(acts) != 1:
+            activations = [(f"{path}.{n}", child) for n, child in module.named_children() if is_activation(child)]
+            if len(activations) > 1:
                 continue
-            maps = tuple(_maps(path, module))
-            experts = any(p.dim() == 3 for p in module.parameters(recurse=False))
-            kind = "experts" if experts else _kind(maps)
+            maps = tuple(_maps(path, module)) if activations else ()
+            kind = _kind(module, maps)
             if kind:
-                why_not = _why_not_scaled(module, maps, name, kind)
-                yield FeedForward(path, module, acts[0], maps, kind != "plain", why_not)
+                activation = activations[0] if activations else None
+                why_not = _why_not_scaled(module, activation, maps, kind)
+                yield FeedForward(path, module, activation, maps, kind != "plain", not name, why_not)
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -79,8 +86,10 @@ def _maps(path: str, module: nn.Module) -> Iterator[Place]:
                 yield f"{path}.{name}{'.' if inner else ''}{inner}", each
 
 
-def _kind(maps: tuple[Place, ...]) -> str:
-    """Return `plain` or `gated` if the last map reads what the others write; else an empty text."""
+def _kind(module: nn.Module, maps: tuple[Place, ...]) -> str:
+    """Return `experts` for stacked weights, `plain` or `gated` if the last map reads what the others write; else ``."""
+    if sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1:
+        return "experts"
     if len(maps) < 2:
         return ""
     *before, last = [features(m) or (0, 0) for _, m in maps]
@@ -90,9 +99,9 @@ def _kind(maps: tuple[Place, ...]) -> str:
     return "plain" if written == last[0] else "gated" if written == 2 * last[0] else ""
 
 
-def _why_not_scaled(module: nn.Module, maps: tuple[Place, ...], name: str, kind: str) -> str:
-    if not name:
-        return "its maps are children of the layer, whose output is not only theirs"
+def _why_not_scaled(module: nn.Module, activation: Place | None, maps: tuple[Place, ...], kind: str) -> str:
+    if activation is None:
+        return "its activation is no module"
     if kind == "experts":
         biased = [n for n, _ in module.named_parameters(recurse=False) if "bias" in n]
         return f"its experts add {biased[0]}" if biased else ""
@@ -101,8 +110,13 @@ def _why_not_scaled(module: nn.Module, maps: tuple[Place, ...], name: str, kind:
         inner = [m for m in child.modules() if next(m.parameters(recurse=False), None) is not None]
         if inner and not any(id(m) in known for m in child.modules()):
             return f"it holds {name}, a {type(child).__name__}"
-    if getattr(maps[-1][1], "bias", None) is not None:
-        return "its last map adds a bias"
+    if biases := [n for n, _ in _last(module, maps).named_parameters() if "bias" in n]:
+        return f"its last map adds {biases[0]}"
     if kind == "plain":
         return "it has no gate, so what overflows is a map or the activation itself"
     return ""
+
+
+def _last(module: nn.Module, maps: tuple[Place, ...]) -> nn.Module:
+    """Return the child of a module that is its last map, with the adapters around it."""
+    return next(child for child in module.children() if any(m is maps[-1][1] for m in child.modules()))

@@ -58,7 +58,7 @@ class Peaks:
         return max(found, key=lambda peak: math.inf if math.isnan(peak.value) else peak.value, default=None)
 
     def stream(self, stacks: Iterable[Stack]) -> Peak | None:
-        """Return the largest value of the residual streams, which the layers' own operations add up; None if not run."""
+        """Return the largest value of the residual streams, which the layers add up; None if none ran."""
         return self.at(path for stack in stacks for path, _ in (*stack.layers, *stack.items))
 
 

@@ -105,8 +105,8 @@ def _weights(part: FeedForward) -> tuple[list[nn.Parameter], list[nn.Parameter]]
     if part.maps:
         *first, (_, final) = part.maps
         return [_matrix(m) for _, m in first], [_matrix(final)]
-    stacked = [(n, p) for n, p in part.module.named_parameters(recurse=False) if p.dim() == 3]
-    return [p for n, p in stacked[:-1]], [p for _, p in stacked[-1:]]
+    stacked = [p for p in part.module.parameters(recurse=False) if p.dim() == 3]
+    return stacked[:-1], stacked[-1:]
 
 
 def _matrix(module: nn.Module) -> nn.Parameter:
@@ -117,7 +117,7 @@ def _reached(model: nn.Module, inputs: Mapping[str, Any], part: FeedForward, *, 
     with torch.no_grad(), peaks_of(model) as found:
         model(**inputs)
     peaks = Peaks({path: float(value) for path, value in found.items()})
-    own = [part.path] if part.gated else [part.activation[0]]
-    places = own if inner or not part.maps else [part.maps[-1][0]]
+    own = part.path if part.gated or part.activation is None else part.activation[0]
+    places = [own] if inner or not part.maps else [part.maps[-1][0]]
     peak = peaks.at(places)
     return 0.0 if peak is None else peak.value

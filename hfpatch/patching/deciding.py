@@ -264,9 +264,7 @@ def with_needed(ids: Iterable[str], entries: Mapping[str, Entry]) -> set[str]:
     return named.union(*(entries[i].patch.needs for i in named if i in entries))
 
 
-def without_needed(
-    survey: Survey, decisions: Sequence[Decision], entries: Mapping[str, Entry]
-) -> Iterator[Decision]:
+def without_needed(survey: Survey, decisions: Sequence[Decision], entries: Mapping[str, Entry]) -> Iterator[Decision]:
     """Yield decisions; refused if a patch that the decided one needs is neither applied nor in force there."""
     for decision in decisions:
         needs = entries[decision.patch].patch.needs if decision.patch in entries and decision.edits else ()

@@ -6,6 +6,7 @@
     cast_output        cast the output of a module
     map_output         pass the output of a module through a function
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
+    in_float32_inside  run everything in a module in float32, its weights unchanged
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
@@ -254,6 +255,20 @@ def in_float32(where: Selection) -> Template:
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
+
+
+def in_float32_inside(where: Selection) -> Template:
+    """Run everything in each module in float32 and outside autocast: maps, adapters, experts. Weights keep their dtype.
+
+    The output is float32.
+    """
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.compute_inside import ComputeInside
+
+        return ComputeInside()
+
+    return Template(where, change, "compute in float32 inside")
 
 
 def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str, int]]) -> Template:

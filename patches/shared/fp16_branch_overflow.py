@@ -8,7 +8,7 @@ norm makes NaN of it.
 ## What this changes
 A gated MLP and experts: the output of the activation is multiplied by 2^-k, and the output of the part, in float32, by
 2^k. All that lies between, adapters and quantised maps too, computes with values smaller by this factor. k is such that
-the largest value of the batch leaves room for 16 times as much; without a batch it is 5.
+the largest value of the batch leaves room for 16 times as much; without a batch it is 3.
 
 Parts for which that would be wrong or would not help (a bias in the last map, no gate, a map before the activation that
 overflows itself) have their linear maps computed in float32, outside autocast: slower, and half as much again of the
@@ -24,8 +24,8 @@ GradScaler, gradients inside the part are 2^k times as large as in a stock model
 ## Known limits
 It needs `fp16-residual-overflow`: the output of the part is float32 and is added to the stream. It runs only by name,
 or if a batch shows the need. Not served: attention's own maps; experts that add a bias or have no activation module
-(gpt-oss); quantised maps that would have to compute in float32. Where maps compute in float32, a LoRA adapter on the last
-map reads the wide values: keep it in float32 (PEFT's default) and outside float16 autocast, or add it before the patch.
+(gpt-oss); quantised maps that would have to compute in float32. Where maps compute in float32, a LoRA adapter on the
+last map reads the wide values: keep it in float32 (PEFT's default) and outside float16 autocast.
 A part whose activation does not run, because another forward computes it, raises an error. One text does not show what
 another reaches. `save_pretrained` does not save the patch.
 
@@ -46,13 +46,14 @@ from hfpatch.patching.language import ANY, Case, Needed, NotNeeded, Offered, Pat
 from hfpatch.patching.verifying.wrong_logits import wrong_logits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from hfpatch.inspecting.feed_forward import FeedForward
     from hfpatch.inspecting.peaks import Peak
+    from hfpatch.patching.kinds.base import Change
 
-EXPONENT = 5
-"""k without a measurement: values up to 2 million."""
+EXPONENT = 3
+"""k if no need was measured: values up to half a million."""
 ROOM, WANTED = 2.0, 16.0
 """Room below which a part is changed, and the room that it then gets."""
 T5 = NotNeeded("wo-overflow is for this architecture: it computes wo in float32")
@@ -60,7 +61,7 @@ T5 = NotNeeded("wo-overflow is for this architecture: it computes wo in float32"
 
 def why_not(context: Context) -> str:
     """Why a submodel has no feed-forward parts that can be changed; empty if it has."""
-    return "" if _parts(context) else "its layers hold no MLP with an activation module and no such experts"
+    return "" if _parts(context) else "its layers hold no MLP with an activation module, and no stacked experts"
 
 
 def condition(context: Context) -> Verdict:
@@ -77,12 +78,14 @@ def condition(context: Context) -> Verdict:
         return Offered("no feed-forward part of it ran on this batch", False)
     if math.isnan(worst.value):
         return Refused(f"what {worst.path} computes is NaN in float32 too; trace it: with hfpatch.trace(model)")
-    if worst.room >= ROOM:
+    if not _near(worst):
         return Offered(f"the largest value of its feed-forward parts {worst}", False)
-    if why := _unscalable(context):
+    if why := _impossible(context):
         return Refused(why)
     parts = _parts(context)
-    return Needed(f"{len(_wanted(context))} of {len(parts)} feed-forward parts come near 65,504; the largest value {worst}")
+    return Needed(
+        f"{len(_wanted(context))} of {len(parts)} feed-forward parts come near 65,504; the largest value {worst}"
+    )
 
 
 def _parts(context: Context) -> tuple[FeedForward, ...]:
@@ -98,38 +101,60 @@ def _peak(context: Context, places: Iterable[str]) -> Peak | None:
     return None if context.peaks is None else context.peaks.at(places)
 
 
-def _wanted(context: Context) -> list[FeedForward]:
-    """Return the parts to change: with a measurement those that come near float16's maximum, else all."""
-    peaks = ((part, _peak(context, part.places)) for part in _parts(context))
-    return [part for part, peak in peaks if context.peaks is None or (peak is not None and peak.room < ROOM)]
+def _near(peak: Peak | None) -> bool:
+    return peak is not None and peak.room < ROOM
 
 
-def _is_scaled(context: Context, part: FeedForward) -> bool:
-    """True if a part is scaled; False if its maps compute in float32."""
-    early = _peak(context, (part.activation[0], *(path for path, _ in part.maps[:-1])))
-    return not part.why_not_scaled and (early is None or early.room >= ROOM)
+def _wanted(context: Context) -> tuple[FeedForward, ...]:
+    """Return the parts to change: those near float16's maximum on the batch and those changed before, else all."""
+    parts = _parts(context)
+    chosen = (part for part in parts if _near(_peak(context, part.places)) or _in_force(part))
+    return tuple(chosen) or parts
 
 
-def _unscalable(context: Context) -> str:
+def _in_force(part: FeedForward) -> dict[str, Change]:
+    """Return the change of a part that is recorded, by its way; empty if there is none."""
+    from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
+    from hfpatch.patching.kinds.compute_inside import ComputeInside
+    from hfpatch.patching.kinds.scale_branch import ScaleBranch
+    from hfpatch.patching.record import record_at
+
+    last = part.maps[-1][1] if part.of_layer else part.module
+    kinds = {"scaled": ScaleBranch, "inside": ComputeInside, "maps": ComputeInFloat32}
+    found = ((way, record_at(last, kind)) for way, kind in kinds.items())
+    return {way: record.change for way, record in found if record is not None}
+
+
+def _way(context: Context, part: FeedForward) -> str:
+    """Return how a part is changed: `scaled`, `inside` or, of a layer, its `maps` in float32. One in force stays."""
+    if there := _in_force(part):
+        return next(iter(there))
+    if part.of_layer:
+        return "maps"
+    return "inside" if part.why_not_scaled or _near(_peak(context, part.early)) else "scaled"
+
+
+def _impossible(context: Context) -> str:
     """Return why one of the parts to change can neither be scaled nor computed in float32; empty if each can."""
     for part in _wanted(context):
-        if _is_scaled(context, part):
-            continue
-        if not part.maps:
-            return f"{part.path} can be neither scaled nor computed in float32: {part.why_not_scaled}"
-        for path, module in part.maps:
-            weight = getattr(module, "weight", None)
-            if weight is None or not weight.dtype.is_floating_point:
-                return f"{path} is quantised, so it cannot be computed in float32, and is not scaled: {part.why_not_scaled}"
+        early = _peak(context, part.early)
+        if _way(context, part) == "scaled" and _near(early):
+            again = "hfpatch.revert(model, only='fp16-branch-overflow') first, then it is computed in float32"
+            return f"{part.path} is scaled already, which does not help {early and early.path}: call {again}"
+        packed = [n for n, p in part.module.named_parameters() if not p.dtype.is_floating_point]
+        if _way(context, part) != "scaled" and packed:
+            why = part.why_not_scaled or f"{early}, before what would be scaled"
+            return f"{part.path}.{packed[0]} is quantised and cannot be computed in float32; it is not scaled: {why}"
     return ""
 
 
-def _scaled(context: Context) -> Iterable[Target]:
-    return (Target(part.path, part.module) for part in _wanted(context) if _is_scaled(context, part))
+def _by_way(way: str) -> Callable[[Context], Iterable[Target]]:
+    def find(context: Context) -> Iterable[Target]:
+        for part in _wanted(context):
+            if _way(context, part) == way:
+                yield from (Target(*place) for place in (part.maps if way == "maps" else ((part.path, part.module),)))
 
-
-def _in_float32(context: Context) -> Iterable[Target]:
-    return (Target(*place) for part in _wanted(context) if not _is_scaled(context, part) for place in part.maps)
+    return find
 
 
 def _code(context: Context) -> Iterable[Target]:
@@ -146,18 +171,21 @@ def _code(context: Context) -> Iterable[Target]:
 def scale(context: Context, target: Target) -> tuple[str, int]:
     """Return the name of a part's activation, and k: so that its largest value leaves room for 16 times as much."""
     part = next(part for part in _parts(context) if part.path == target.path)
-    peak = _peak(context, part.places)
-    name = part.activation[0].rpartition(".")[2]
-    return name, EXPONENT if peak is None else max(1, math.ceil(math.log2(WANTED / peak.room)))
+    peak, now = _peak(context, part.places), getattr(_in_force(part).get("scaled"), "exponent", 0)
+    least = math.ceil(math.log2(WANTED / peak.room)) if peak is not None and _near(peak) else EXPONENT
+    enough = now and (peak is None or peak.room * 2**now >= ROOM)
+    name = part.activation[0].rpartition(".")[2] if part.activation else ""
+    return name, now if enough else least
 
 
 PATCH = Patch(
     title="Feed-forward parts scaled by a power of two, or in float32",
-    serves=Structure("layers with an MLP or experts that hold an activation", why_not),
+    serves=Structure("layers with an MLP that holds an activation, or with stacked experts", why_not),
     condition=condition,
     edits=(
-        edits.scale_branch(select.Selection("feed-forward parts", _scaled, may_be_empty=True), scale),
-        edits.in_float32(select.Selection("maps of feed-forward parts", _in_float32, may_be_empty=True)),
+        edits.scale_branch(select.Selection("gated parts", _by_way("scaled"), may_be_empty=True), scale),
+        edits.in_float32_inside(select.Selection("other parts", _by_way("inside"), may_be_empty=True)),
+        edits.in_float32(select.Selection("maps of layers", _by_way("maps"), may_be_empty=True)),
     ),
     effect="equivalent",
     tolerance=6e-3,

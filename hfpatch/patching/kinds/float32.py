@@ -42,7 +42,7 @@ class Float32Compute(torch.Tensor):
             with AsPlain():
                 return func(*args, **kwargs)
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with _outside_autocast(device), AsPlain():
+        with outside_autocast(device), AsPlain():
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 
@@ -62,7 +62,7 @@ class Float32ComputeProxy:
         if func not in COMPUTED_IN_FLOAT32:
             return func(*args, **kwargs)
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)).device.type
-        with _outside_autocast(device):
+        with outside_autocast(device):
             return func(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 
@@ -93,7 +93,7 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _outside_autocast(device: str) -> Any:
+def outside_autocast(device: str) -> Any:
     """Return a context without autocast; empty for meta, which has none (asking breaks a graph in torch 2.11)."""
     return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 

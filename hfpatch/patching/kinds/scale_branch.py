@@ -21,7 +21,7 @@ Three = tuple[tuple[nn.Module, "Open | Shrink | Grow"], ...]
 
 @dataclass(frozen=True)
 class ScaleBranch(HookChange):
-    """Multiplies the output of a branch's activation by 2^-exponent, and the branch's output, in float32, by 2^exponent.
+    """Multiplies the output of a branch's activation by 2^-exponent, and its own output, in float32, by 2^exponent.
 
     Between the two, every product and sum is smaller by this factor, adapters and quantised maps included. A power of
     two changes no digit of a number, so the result is the same but for values too small for the dtype. Right only for a
