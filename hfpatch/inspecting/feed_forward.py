@@ -5,13 +5,17 @@ Such a part is the module that holds linear maps and an activation between them,
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 
 from hfpatch.lora.linear import features
+from hfpatch.model.code import tree_of
 from hfpatch.model.roles import Place, Stack
+from hfpatch.model.walk import is_stock
 
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 """Modules whose classes are activations, if they have no parameters."""
@@ -29,6 +33,8 @@ class FeedForward:
         maps: The linear maps in it, without adapters, in the order of the module; empty for stacked experts.
         gated: True if its own forward multiplies or sums: by a gate, or over experts.
         of_layer: True if the module is the layer itself.
+        around: The module in the layer that holds this one and casts what it returns to a narrower dtype again, or this
+            module itself: what has to compute in float32, if the part is not scaled.
         why_not_scaled: Why its output is not proportional to the output of its activation, or why scaling that would
             not help; empty if it is.
     """
@@ -39,7 +45,18 @@ class FeedForward:
     maps: tuple[Place, ...]
     gated: bool
     of_layer: bool
+    around: Place
     why_not_scaled: str
+
+    @property
+    def name_of_activation(self) -> str:
+        """Name of the activation among the children of the module; empty if there is none."""
+        return self.activation[0].rpartition(".")[2] if self.activation else ""
+
+    @property
+    def name_of_last(self) -> str:
+        """Name of the child of the module that is or holds the last map; empty for stacked experts."""
+        return self.maps[-1][0].removeprefix(f"{self.path}.").partition(".")[0] if self.maps else ""
 
     @property
     def early(self) -> tuple[str, ...]:
@@ -65,8 +82,10 @@ def feed_forwards(stack: Stack) -> Iterator[FeedForward]:
             kind = _kind(module, maps)
             if kind:
                 activation = activations[0] if activations else None
-                why_not = _why_not_scaled(module, activation, maps, kind)
-                yield FeedForward(path, module, activation, maps, kind != "plain", not name, why_not)
+                around = _around(layer_path, layer, name)
+                casts = "" if around[0] == path else f"{around[0]} casts what it returns"
+                why_not = casts or _why_not_scaled(module, activation, maps, kind)
+                yield FeedForward(path, module, activation, maps, kind != "plain", not name, around, why_not)
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -84,6 +103,24 @@ def _maps(path: str, module: nn.Module) -> Iterator[Place]:
             own = inner in ("", "base_layer") or inner.endswith(".base_layer")
             if own and "lora_" not in inner and features(each) is not None:
                 yield f"{path}.{name}{'.' if inner else ''}{inner}", each
+
+
+def _around(layer_path: str, layer: nn.Module, name: str) -> Place:
+    """Return the outermost module between a layer and a part of it whose forward casts its result, else the part."""
+    names = name.split(".") if name else []
+    holders = [".".join(names[:depth]) for depth in range(1, len(names))]
+    found = next((holder for holder in holders if casts_result(type(layer.get_submodule(holder)))), name)
+    return (f"{layer_path}.{found}" if found else layer_path), layer.get_submodule(found)
+
+
+@cache
+def casts_result(cls: type[nn.Module]) -> bool:
+    """True if a forward of transformers casts a value to the dtype of another: `final.to(hidden_states.dtype)`."""
+    tree = tree_of(cls.forward) if is_stock(cls) else None
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call)) if tree is not None else ()
+    casts = (c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "type_as"))
+    given = (value for call in casts for value in (*call.args, *(k.value for k in call.keywords)))
+    return any(isinstance(value, ast.Attribute) and value.attr == "dtype" for value in given)
 
 
 def _kind(module: nn.Module, maps: tuple[Place, ...]) -> str:
@@ -110,8 +147,8 @@ def _why_not_scaled(module: nn.Module, activation: Place | None, maps: tuple[Pla
         inner = [m for m in child.modules() if next(m.parameters(recurse=False), None) is not None]
         if inner and not any(id(m) in known for m in child.modules()):
             return f"it holds {name}, a {type(child).__name__}"
-    if biases := [n for n, _ in _last(module, maps).named_parameters() if "bias" in n]:
-        return f"its last map adds {biases[0]}"
+    if any(getattr(m, "bias", None) is not None for m in _last(module, maps).modules()):
+        return "its last map adds a bias"
     if kind == "plain":
         return "it has no gate, so what overflows is a map or the activation itself"
     return ""

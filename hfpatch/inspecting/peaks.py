@@ -53,9 +53,13 @@ class Peaks:
     values: Mapping[str, float]
 
     def at(self, paths: Iterable[str]) -> Peak | None:
-        """Return the largest value at these modules, NaN first; None if none of them ran."""
+        """Return the largest value at these modules; NaN only if no other passes float16's maximum; None if none ran.
+
+        A quantised map that casts to float16 itself gives NaN where the others have a value.
+        """
         found = [Peak(self.values[p], p) for p in dict.fromkeys(paths) if p in self.values]
-        return max(found, key=lambda peak: math.inf if math.isnan(peak.value) else peak.value, default=None)
+        size = {id(peak): LIMIT if math.isnan(peak.value) else peak.value for peak in found}
+        return max(found, key=lambda peak: size[id(peak)], default=None)
 
     def stream(self, stacks: Iterable[Stack]) -> Peak | None:
         """Return the largest value of the residual streams, which the layers add up; None if none ran."""

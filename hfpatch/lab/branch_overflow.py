@@ -47,7 +47,8 @@ def branch_overflow(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """
     survey = Survey(model)
     reads = [s.path for s in survey.submodels if find_embedding(s.model) is not None]
-    parts = [part for path in reads for stack in survey.stacks.get(path, ())[-1:] for part in feed_forwards(stack)]
+    found = [part for path in reads for stack in survey.stacks.get(path, ())[-1:] for part in feed_forwards(stack)]
+    parts = [part for part in found if _reached(model, inputs, part, inner=True)]
     if not parts:
         raise NoBranchError(f"{type(model).__name__} has no layers with a feed-forward part")
     first = parts[min(1, len(parts) - 1)]

@@ -144,7 +144,8 @@ def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decis
         grouped.setdefault(_effect(entry, context, edit), []).append(edit)
     own = replace(own, already=found.done, otherwise=found.otherwise)
     if not grouped and not found.changed:
-        return [_applied_already(own, found.done)]
+        nothing = replace(own, reason=f"{verdict.reason}; nothing in it can be edited", code="no-such-place")
+        return [_applied_already(own, found.done) if found.done else nothing]
     unseen = any(e.change.unseen for e in (*found.to_do, *found.changed))
     if unseen and (reason := compiled_already(context.survey)):
         return [replace(own, reason=reason, lapsed=found.lapsed, code="compiled")]

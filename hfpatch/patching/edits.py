@@ -271,12 +271,12 @@ def in_float32_inside(where: Selection) -> Template:
     return Template(where, change, "compute in float32 inside")
 
 
-def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str, int]]) -> Template:
+def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str, str, int]]) -> Template:
     """Scale the output of each branch's activation by a power of two, and its own output back, in float32.
 
     Args:
         where: Branches whose output is proportional to the output of one activation in them.
-        scale: Returns the name of the activation in the branch, and the exponent: 8 for values 256 times smaller.
+        scale: Returns the arguments of a `ScaleBranch`: names of the activation and of the last map, the exponent.
     """
 
     def change(context: Context, target: Target) -> Change:

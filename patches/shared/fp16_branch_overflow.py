@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from hfpatch.inspecting.feed_forward import FeedForward
     from hfpatch.inspecting.peaks import Peak
+    from hfpatch.model.roles import Place
     from hfpatch.patching.kinds.base import Change
 
 EXPONENT = 3
@@ -80,11 +81,11 @@ def condition(context: Context) -> Verdict:
         return Refused(f"what {worst.path} computes is NaN in float32 too; trace it: with hfpatch.trace(model)")
     if not _near(worst):
         return Offered(f"the largest value of its feed-forward parts {worst}", False)
-    if why := _impossible(context):
+    near = [part for part in _parts(context) if _near(_peak(context, part.places))]
+    if why := next(filter(None, (_impossible(context, part) for part in near)), ""):
         return Refused(why)
-    parts = _parts(context)
     return Needed(
-        f"{len(_wanted(context))} of {len(parts)} feed-forward parts come near 65,504; the largest value {worst}"
+        f"{len(near)} of {len(_parts(context))} feed-forward parts come near 65,504; the largest value {worst}"
     )
 
 
@@ -108,8 +109,8 @@ def _near(peak: Peak | None) -> bool:
 def _wanted(context: Context) -> tuple[FeedForward, ...]:
     """Return the parts to change: those near float16's maximum on the batch and those changed before, else all."""
     parts = _parts(context)
-    chosen = (part for part in parts if _near(_peak(context, part.places)) or _in_force(part))
-    return tuple(chosen) or parts
+    chosen = tuple(part for part in parts if _near(_peak(context, part.places)) or _in_force(part))
+    return chosen or tuple(part for part in parts if not _impossible(context, part))
 
 
 def _in_force(part: FeedForward) -> dict[str, Change]:
@@ -119,10 +120,16 @@ def _in_force(part: FeedForward) -> dict[str, Change]:
     from hfpatch.patching.kinds.scale_branch import ScaleBranch
     from hfpatch.patching.record import record_at
 
-    last = part.maps[-1][1] if part.of_layer else part.module
     kinds = {"scaled": ScaleBranch, "inside": ComputeInside, "maps": ComputeInFloat32}
-    found = ((way, record_at(last, kind)) for way, kind in kinds.items())
+    found = (
+        (way, record_at(_changed(part, way)[0][1], kind)) for way, kind in kinds.items() if part.maps or way != "maps"
+    )
     return {way: record.change for way, record in found if record is not None}
+
+
+def _changed(part: FeedForward, way: str) -> tuple[Place, ...]:
+    """Return the modules that a way of changing a part edits."""
+    return {"scaled": ((part.path, part.module),), "inside": (part.around,), "maps": part.maps}[way]
 
 
 def _way(context: Context, part: FeedForward) -> str:
@@ -134,17 +141,16 @@ def _way(context: Context, part: FeedForward) -> str:
     return "inside" if part.why_not_scaled or _near(_peak(context, part.early)) else "scaled"
 
 
-def _impossible(context: Context) -> str:
-    """Return why one of the parts to change can neither be scaled nor computed in float32; empty if each can."""
-    for part in _wanted(context):
-        early = _peak(context, part.early)
-        if _way(context, part) == "scaled" and _near(early):
-            again = "hfpatch.revert(model, only='fp16-branch-overflow') first, then it is computed in float32"
-            return f"{part.path} is scaled already, which does not help {early and early.path}: call {again}"
-        packed = [n for n, p in part.module.named_parameters() if not p.dtype.is_floating_point]
-        if _way(context, part) != "scaled" and packed:
-            why = part.why_not_scaled or f"{early}, before what would be scaled"
-            return f"{part.path}.{packed[0]} is quantised and cannot be computed in float32; it is not scaled: {why}"
+def _impossible(context: Context, part: FeedForward) -> str:
+    """Return why a part can neither be scaled nor computed in float32; empty if it can."""
+    way, early = _way(context, part), _peak(context, part.early)
+    if way == "scaled" and early is not None and _near(early):
+        again = "hfpatch.revert(model, only='fp16-branch-overflow') first, then it is computed in float32"
+        return f"{part.path} is scaled already, which does not help {early.path}: call {again}"
+    packed = [n for n, p in part.module.named_parameters() if not p.dtype.is_floating_point]
+    if way != "scaled" and packed:
+        why = part.why_not_scaled or f"{early}, before what would be scaled"
+        return f"{part.path}.{packed[0]} is quantised and cannot be computed in float32; it is not scaled: {why}"
     return ""
 
 
@@ -152,7 +158,7 @@ def _by_way(way: str) -> Callable[[Context], Iterable[Target]]:
     def find(context: Context) -> Iterable[Target]:
         for part in _wanted(context):
             if _way(context, part) == way:
-                yield from (Target(*place) for place in (part.maps if way == "maps" else ((part.path, part.module),)))
+                yield from (Target(*place) for place in _changed(part, way))
 
     return find
 
@@ -168,14 +174,13 @@ def _code(context: Context) -> Iterable[Target]:
             path = path.rpartition(".")[0]
 
 
-def scale(context: Context, target: Target) -> tuple[str, int]:
-    """Return the name of a part's activation, and k: so that its largest value leaves room for 16 times as much."""
+def scale(context: Context, target: Target) -> tuple[str, str, int]:
+    """Return the names of a part's activation and last map, and k, which gives its largest value room for 16 times."""
     part = next(part for part in _parts(context) if part.path == target.path)
     peak, now = _peak(context, part.places), getattr(_in_force(part).get("scaled"), "exponent", 0)
     least = math.ceil(math.log2(WANTED / peak.room)) if peak is not None and _near(peak) else EXPONENT
     enough = now and (peak is None or peak.room * 2**now >= ROOM)
-    name = part.activation[0].rpartition(".")[2] if part.activation else ""
-    return name, now if enough else least
+    return part.name_of_activation, part.name_of_last, now if enough else least
 
 
 PATCH = Patch(

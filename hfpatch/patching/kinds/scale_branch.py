@@ -27,11 +27,18 @@ class ScaleBranch(HookChange):
     two changes no digit of a number, so the result is the same but for values too small for the dtype. Right only for a
     branch whose output is proportional to that of its activation.
 
-    The hooks of a call work together: the activation is scaled only during a call of the branch, and a call in which
-    it did not run raises an error. `before` holds the hooks, by module.
+    The hooks of a call work together: the activation is scaled only during a call of the branch. A call in which it did
+    not run raises an error, and so does one after an adapter has added a bias, which would be scaled up. `before` holds
+    the hooks, by module.
+
+    Args:
+        activation: Name of the activation in the branch.
+        last: Name of the last map in the branch; empty for stacked experts.
+        exponent: 8 for values 256 times smaller.
     """
 
     activation: str
+    last: str
     exponent: int
 
     widens = True
@@ -44,7 +51,7 @@ class ScaleBranch(HookChange):
         calls = Calls()
         grow = Grow(self.activation, self.exponent, calls)
         acts = module.get_submodule(self.activation)
-        return (module, Open(calls)), (acts, Shrink(self.exponent, calls)), (module, grow)
+        return (module, Open(self.last, calls)), (acts, Shrink(self.exponent, calls)), (module, grow)
 
     def write(self, root: nn.Module, module: nn.Module, before: Three) -> None:
         for each, hook in before:
@@ -83,13 +90,34 @@ class Calls:
 class Open:
     """A forward pre-hook of a branch: a call of it begins."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, last: str, calls: Calls) -> None:
+        self.last, self.calls = last, calls
 
-    def __call__(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """Begin a call. Without `kwargs` the hook was removed during it."""
-        if kwargs is not None:
-            self.calls.ran[self.calls.thread] = 0
+    def __call__(self, module: nn.Module, _args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """Begin a call. Without `kwargs` the hook was removed during it.
+
+        Raises:
+            RefusedError: The last map adds a bias since the patch was applied.
+        """
+        if kwargs is None:
+            return
+        if self.last and (bias := added_bias(getattr(module, self.last))):
+            raise RefusedError(
+                f"{type(module).__name__} runs scaled by a power of two, and its {self.last} adds {bias} since, which "
+                f"would be scaled too; {AGAIN}"
+            )
+        self.calls.ran[self.calls.thread] = 0
+
+
+def added_bias(last: nn.Module) -> str:
+    """Return the name of a bias that the last map of a branch adds, with its adapters; empty if it adds none."""
+    for name, module in last.named_modules():
+        if getattr(module, "bias", None) is not None:
+            return f"{name}.bias" if name else "a bias"
+    return ""
+
+
+AGAIN = 'call hfpatch.revert(model, only="fp16-branch-overflow"), then apply it again'
 
 
 class Shrink:
@@ -126,8 +154,7 @@ class Grow:
         if not ran and isinstance(tensor, torch.Tensor) and tensor.numel():
             raise RefusedError(
                 f"{type(module).__name__} was to run scaled by 2^-{self.exponent}, but its {self.activation} did not "
-                "run: another forward (a fused or kernelised one) computes it; call hfpatch.revert(model, "
-                'only="fp16-branch-overflow"), or load the model without that forward'
+                f"run: another forward (a fused or kernelised one) computes it; load the model without it, or {AGAIN}"
             )
         if not isinstance(tensor, torch.Tensor):
             raise RefusedError(

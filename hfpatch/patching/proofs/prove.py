@@ -178,7 +178,10 @@ def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
         return ""
     trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False, branches=False), make)
     carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
-    error = trial.error(trial.logits())
+    try:
+        error = trial.error(trial.logits())
+    except RuntimeError as raised:  # mixed dtypes
+        return f"on healthy weights it does not run: {_first_line(raised)}"
     if error <= entry.patch.tolerance:
         return ""
     return (
