@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from hfpatch.given import FLAG, FUNCTION, TEXT, optional, want
+from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
-from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.tracing.finding import Finding
 from hfpatch.tracing.trace import Trace
 
@@ -105,7 +105,7 @@ def _decisions(finding: Finding, model: object) -> list[Decision]:
 
 
 def _edits(decision: Decision, module: str) -> bool:
-    return any(edit.path == module and isinstance(edit.change, ComputeInFloat32) for edit in decision.edits)
+    return any(edit.change.widens and inside(module, edit.path) for edit in decision.edits)
 
 
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:

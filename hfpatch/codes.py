@@ -31,8 +31,8 @@ DecisionCode = Literal[
     "foreign-code",
     "transformers-version",
     "another-package",
-    "patch-raised",
     "needs-another",
+    "patch-raised",
 ]
 
 DECISIONS: dict[DecisionCode, str] = {

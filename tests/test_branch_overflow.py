@@ -14,7 +14,7 @@ from torch import nn
 import hfpatch
 from hfpatch.lab.branch_overflow import branch_overflow
 from hfpatch.lab.tiny import rescale, tiny_model
-from hfpatch.patching.kinds.float32_inside import Float32Inside, for_float32_inside, plain
+from hfpatch.numerics.float32_inside import Float32Inside, for_float32_inside, plain
 from hfpatch.patching.verifying.need import measure
 from tests.fingerprint import fingerprint
 
@@ -51,8 +51,8 @@ def half(architecture: str) -> Any:
     return copy.deepcopy(overflowing(architecture)).half()
 
 
-def apply(model: Any, **words: Any) -> hfpatch.Applied:
-    return hfpatch.apply(model, verbose=False, batch=BATCH, **words)
+def apply(model: Any) -> hfpatch.Applied:
+    return hfpatch.apply(model, verbose=False, batch=BATCH, only=ID)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -146,24 +146,28 @@ def test_gradient_checkpointing_changes_nothing(architecture: str, reentrant: bo
     assert torch.equal(gradients(model, LOSS_SCALE), plain_gradients)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_compiled(architecture: str) -> None:
     model = half(architecture)
     apply(model)
+    layers = model.transformer.h if architecture == "gpt2" else model.model.layers
+    del layers[2:]
     eager = logits(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(logits(compiled), eager)
-    assert torch.equal(logits(compiled), eager)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(logits(compiled), eager)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("way", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
 def test_experts_in_each_implementation(architecture: str, way: str) -> None:
-    """gpt-oss clamps before its product, so its last weights alone are scaled."""
-    master = copy.deepcopy(tiny_model(architecture))
-    rescale(master, {"*layers.1.*experts.down_proj": 1e7 if architecture == "mixtral" else 1e6}, {})
+    """gpt-oss clamps before its product, so there only what the last weights write can pass."""
+    master = tiny_model(architecture)
+    first = {"*layers.1.*gate_up_proj": 60.0}
+    router = {"*mlp.gate.weight": 0.0} if architecture == "mixtral" else {"*router.weight": 0.0}  # no ties to break
+    rescale(master, {**first, "*layers.1.*experts.down_proj": 1e5, **router}, {})
     master.config._experts_implementation = way
     master = master.half().float()
     exact, model = logits(master), copy.deepcopy(master).half()
@@ -201,10 +205,7 @@ class Packed(nn.Linear):
         self.bias = layer.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(torch.float16)
-        scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
-        whole = (x.float() / scale).round() @ self.weight.float().T
-        out = (whole * scale * self.rows.float().T).half()
+        out = nn.functional.linear(x.half(), self.weight.half() * self.rows.half())
         return out if self.bias is None else out + self.bias
 
 
@@ -216,13 +217,15 @@ def packed(model: Any, name: str) -> Any:
 
 
 def test_quantised_maps_are_scaled_or_refused_by_name() -> None:
-    """The scale lies outside of a quantised map; float32 inside of it is impossible."""
-    model, wide = packed(half("llama"), "down_proj"), packed(copy.deepcopy(overflowing("llama")), "down_proj")
-    wide.float()
-    exact = hfpatch.apply(wide, only=STREAM, verbose=False) and overflowing("llama")
+    """The scale lies outside of a quantised map; float32 inside of it is impossible.
+
+    Such a map casts to float16 itself, in a measurement too, which then sees no further.
+    """
+    model = packed(half("llama"), "down_proj")
     assert not logits(model).isfinite().all()
-    apply(model)
-    assert error(logits(model), logits(exact)) < 0.05
+    assert [e.path for e in of(hfpatch.plan(model, batch=BATCH)).edits] == ["model.layers.1.mlp"]
+    hfpatch.apply(model, include=[ID], verbose=False)
+    assert error(logits(model), logits(overflowing("llama"))) < 0.05
     plain_mlp = packed(half("opt"), "fc2")
     decision = of(hfpatch.plan(plain_mlp, batch=BATCH))
     assert decision.decided == "refused"
@@ -246,7 +249,8 @@ class TestNeed:
         assert "x on this batch" in of(plan).reason
         assert of(plan, STREAM).decided == "applied"
         assert "x on this batch" in of(plan, STREAM).reason
-        assert ID not in {r.patch for r in hfpatch.apply(model, batch=BATCH, verbose=False).status().records}
+        hfpatch.apply(model, batch=BATCH, verbose=False)
+        assert ID not in hfpatch.status(model).patches
 
     def test_without_a_batch_it_is_opt_in(self) -> None:
         model = half("llama")
@@ -259,8 +263,8 @@ class TestNeed:
     def test_what_is_in_force_stays(self) -> None:
         model = half("llama")
         apply(model)
-        for words in ({}, {"batch": BATCH}):
-            decision = of(hfpatch.plan(model, **words))
+        for plan in (hfpatch.plan(model), hfpatch.plan(model, batch=BATCH)):
+            decision = of(plan)
             assert (decision.decided, decision.already, decision.otherwise) == ("not needed", 2, "")
 
     @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -292,7 +296,7 @@ class TestNeed:
 class TestNeeds:
     def test_a_patch_brings_what_it_needs(self) -> None:
         model = half("llama")
-        fix = apply(model, only=ID)
+        fix = apply(model)
         assert {d.patch for d in fix.plan.of("applied")} == {ID, STREAM}
         assert logits(model).isfinite().all()
 

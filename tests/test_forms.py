@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
-from hfpatch.patching.kinds.float32 import Float32ComputeProxy
+from hfpatch.numerics.float32 import Float32ComputeProxy
 from tests.sampling import first_quick, slow
 
 Batch = dict[str, Any]

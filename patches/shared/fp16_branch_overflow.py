@@ -1,33 +1,28 @@
-"""Computes feed-forward parts whose values float16 cannot hold with values a power of two smaller, or in float32.
+"""Computes feed-forward parts that float16 cannot hold with values a power of two smaller, or in float32.
 
 ## What goes wrong
 Inside an MLP or an expert, the product of gate and up, the activation, or what the last map writes, passes 65,504, the
-largest float16. It becomes inf before it reaches the residual stream, so a stream in float32 does not help: the next
-norm makes NaN of it.
+largest float16. It is inf before it reaches the residual stream, so a stream in float32 does not help.
 
 ## What this changes
 A gated MLP and experts: the output of the activation is multiplied by 2^-k, and the output of the part, in float32, by
-2^k. All that lies between, adapters and quantised maps too, computes with values smaller by this factor. k is such that
-the largest value of the batch leaves room for 16 times as much; without a batch it is 3.
-
-Parts for which that would be wrong or would not help (a bias in the last map, no gate, a map before the activation that
-overflows itself) have their linear maps computed in float32, outside autocast: slower, and half as much again of the
-memory of a map while it runs.
-
-With `batch=` only layers whose values come within a factor of 2 of 65,504 are changed. The hooks are on the activation
-and on the part, which no adapter replaces. Weights and state dict stay as they are.
+2^k. All that lies between, adapters and quantised maps too, computes with values smaller by this factor. k leaves the
+largest value of the batch room for 16 times as much; without a batch it is 3. Where that would be wrong or would not
+help (a bias in the last map, no gate, a map before the activation that overflows itself), everything in the part
+computes in float32, outside autocast: slower. With `batch=` only parts whose values come within a factor of 2 of 65,504
+are changed. The hooks are on the activation and on the part, which no adapter replaces.
 
 ## Numerics
-equivalent: a power of two changes no digit, but values below 6e-5 times 2^k lose some or all of theirs. Under a
-GradScaler, gradients inside the part are 2^k times as large as in a stock model, so its scale may settle lower.
+equivalent: a power of two changes no digit, but values below 6e-5 times 2^k lose some or all of theirs. Gradients
+inside the part are 2^k times as large as in a stock model, so a GradScaler's scale may settle lower.
 
 ## Known limits
 It needs `fp16-residual-overflow`: the output of the part is float32 and is added to the stream. It runs only by name,
-or if a batch shows the need. Not served: attention's own maps; experts that add a bias or have no activation module
-(gpt-oss); quantised maps that would have to compute in float32. Where maps compute in float32, a LoRA adapter on the
-last map reads the wide values: keep it in float32 (PEFT's default) and outside float16 autocast.
-A part whose activation does not run, because another forward computes it, raises an error. One text does not show what
-another reaches. `save_pretrained` does not save the patch.
+or if a batch shows the need; one text does not show what another reaches. Not served: attention's own maps; quantised
+maps that would have to compute in float32. A quantised map that casts to float16 itself hides what comes after its
+first overflow from the measurement: name the patch to change all parts. If the MLP's maps are the layer's own children
+(OPT, Whisper), keep a LoRA adapter of the last one in float32 and outside float16 autocast. A part whose activation
+does not run (fused kernels), or that gains a bias, raises an error. `save_pretrained` does not save the patch.
 
 ## Sources
 huggingface/transformers#27179 (Llama, the product), ggml-org/llama.cpp#17534, unslothai/unsloth-zoo#866 (experts);

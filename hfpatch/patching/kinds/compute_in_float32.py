@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.compat import hooks
-from hfpatch.patching.kinds.float32 import for_float32
+from hfpatch.numerics.float32 import for_float32
 from hfpatch.patching.kinds.hook_change import HookChange
 from hfpatch.patching.kinds.stream import handing, stream_of
 

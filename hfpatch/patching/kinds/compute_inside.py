@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.compat import hooks
-from hfpatch.patching.kinds.float32_inside import for_float32_inside, plain
+from hfpatch.numerics.float32_inside import for_float32_inside, plain
 from hfpatch.patching.kinds.hook_change import HookChange
 from hfpatch.patching.kinds.stream import handing, stream_of
 

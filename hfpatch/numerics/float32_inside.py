@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hfpatch.compat.functions import AsPlain
-from hfpatch.patching.kinds.float32 import outside_autocast
+from hfpatch.numerics.float32 import outside_autocast
 
 
 class Float32Inside(torch.Tensor):
