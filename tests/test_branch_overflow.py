@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from hfpatch.lab.tiny import rescale, tiny_model
 from hfpatch.numerics.float32_inside import Float32Inside, for_float32_inside, plain
 from hfpatch.patching.verifying.need import measure
 from tests.fingerprint import fingerprint
+from tests.test_cli import hfpatch as hfpatch_cli
+from tests.test_trace_cli import save
 
 ID, STREAM = "fp16-branch-overflow", "fp16-residual-overflow"
 IDS = (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
@@ -291,6 +295,16 @@ class TestNeed:
         padded = {**BATCH, "attention_mask": torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)}
         peaks = measure(tiny_model("gpt2").half(), padded)
         assert max(v for path, v in peaks.values.items() if "attn" in path) < 100
+
+    def test_from_a_terminal(self, tmp_path: Path) -> None:
+        model = tiny_model("llama", pad_token_id=None)
+        branch_overflow(model, BATCH)
+        folder, text = save(model.half(), tmp_path / "model"), tmp_path / "text"
+        text.write_text("".join(map(chr, range(ord(" "), ord(" ") + 60))))
+        ran = hfpatch_cli("plan", str(folder), "--text", str(text), "--only", ID, "--json")
+        (decision,) = [d for d in json.loads(ran.stdout)["decisions"] if d["patch"] == ID]
+        assert (ran.returncode, decision["decision"]) == (0, "applied")
+        assert "come near 65,504; the largest value reaches" in decision["reason"]
 
 
 class TestNeeds:

@@ -22,8 +22,8 @@ from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.expansion import Expansion
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.one_plus_tanh import Bounded
-from hfpatch.patching.kinds.set_attribute import SetAttribute
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
+from hfpatch.patching.kinds.set_attribute import SetAttribute
 from hfpatch.patching.kinds.set_tensor import SetTensor
 from hfpatch.patching.kinds.states import show
 

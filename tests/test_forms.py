@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
-from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.numerics.float32 import Float32ComputeProxy
+from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from tests.sampling import first_quick, slow
 
 Batch = dict[str, Any]

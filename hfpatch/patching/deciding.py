@@ -120,7 +120,8 @@ def _blank(entry: Entry, context: Context) -> Decision:
     patch = entry.patch
     unasked = not callable(patch.effect) and patch.effect in UNASKED
     path = context.submodel.path if context.submodel else None
-    return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked, code="refused-here")
+    vital = bool(patch.answers or patch.answers_where_it_edits)
+    return Decision(entry.id, path, "refused", "", vital=vital, unasked=unasked, code="refused-here")
 
 
 def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decision]:
