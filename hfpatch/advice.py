@@ -14,7 +14,6 @@ from hfpatch.patch_trial import Outcome, run_again, whole_call
 from hfpatch.patching import registry
 from hfpatch.patching.apply import plan
 from hfpatch.patching.decision import Decision
-from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.symptoms import FINITE
 from hfpatch.tracing.calls import Kept
 from hfpatch.tracing.finding import Answer, Finding
@@ -179,15 +178,15 @@ def _decisions(finding: Finding, model: object) -> list[Decision]:
     return [
         d
         for d in plan(model, exclude=entries.keys() - (ids | here)).decisions
-        if d.patch in ids or any(edit.path == finding.module for edit in d.edits)
+        if d.patch in ids or any(inside(finding.module, edit.path) for edit in d.edits)
     ]
 
 
 def _answers(decision: Decision, finding: Finding) -> bool:
     """True if a patch is declared to fix a fault, so that it can be named without a trial."""
     patch = registry.get(decision.patch).patch
-    edits = (e for e in decision.edits if e.path == finding.module and isinstance(e.change, ComputeInFloat32))
-    return finding.symptom in patch.answers or next(edits, None) is not None
+    inner = any(e.change.widens and inside(finding.module, e.path) for e in decision.edits)
+    return finding.symptom in patch.answers or inner
 
 
 def _reaching(decisions: Iterable[Decision], finding: Finding, model: object) -> list[Decision]:

@@ -32,6 +32,7 @@ DecisionCode = Literal[
     "foreign-code",
     "transformers-version",
     "another-package",
+    "needs-another",
     "patch-raised",
 ]
 
@@ -55,6 +56,7 @@ DECISIONS: dict[DecisionCode, str] = {
     "foreign-code": "the patch relies on a forward that is not transformers' own, and no case runs it",
     "transformers-version": "written for other releases of transformers",
     "another-package": "it can be applied here, but comes from an installed package, so only by name",
+    "needs-another": "another patch that this one needs is neither applied nor in force",
     "patch-raised": "the patch of an installed package cannot be imported, or its code raised an error",
 }
 """Code -> what it means."""

@@ -19,6 +19,8 @@ from hfpatch.patching.kinds.choose_attention import ChooseAttention
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.expansion import Expansion
+from hfpatch.patching.kinds.in_float32.compute_inside import ComputeInside
+from hfpatch.patching.kinds.in_float32.scale_branch import ScaleBranch
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.one_plus_tanh import Bounded
 from hfpatch.patching.kinds.set_attribute import SetAttribute
@@ -41,6 +43,8 @@ CHANGES: dict[str, Change] = {
     "output dtype -> that of its weights": CastOutput(DtypeRule(torch.float16, ())),
     "output -> Scale(by=0.5)": MapOutput(Scale(0.5)),
     "input compute dtype -> float32": ComputeInFloat32(),
+    "compute dtype inside -> float32": ComputeInside(),
+    "branch scale -> 2^-8, float32 at its end": ScaleBranch("act_fn", "down_proj", 8),
     "attention -> eager": ChooseAttention("eager"),
     "adapter a, b -> a: 1 more modules (q); b: 2 more modules (q, k)": AddTargets(
         (Expansion("a", ("0.q",), ("q",)), Expansion("b", ("0.q", "0.k"), ("q", "k")))

@@ -128,13 +128,15 @@ def test_plan(checkpoint: Path) -> None:
     text = good("plan", checkpoint)
     assert "the weights are not loaded" in text
     assert max(map(len, text.splitlines())) <= 80
-    shown = json.loads(good("plan", checkpoint, "--json", "--only", "fp16-*"))
+    shown = json.loads(good("plan", checkpoint, "--json", "--only", "fp16-residual-*"))
     assert set(shown) == {"model", "decisions", "unknown"}
     (decision,) = shown["decisions"]
     assert decision["decision"] == "applied"
     assert len(decision["edits"]) == 18
     shown = json.loads(
-        good("plan", checkpoint, "--json", "--compute-dtype", "bfloat16", "--only", "fp16-*", "--only", "eps-*")
+        good(
+            "plan", checkpoint, "--json", "--compute-dtype", "bfloat16", "--only", "fp16-residual-*", "--only", "eps-*"
+        )
     )
     assert [d["decision"] for d in shown["decisions"]] == ["not needed"] * 2
 

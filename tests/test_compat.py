@@ -618,6 +618,21 @@ class TestOperators:
         assert operators.overwrites(add_)
         assert not operators.overwrites(add)
 
+    def test_what_moves_values_computes_none(self) -> None:
+        x, at = torch.ones(2, 2), torch.tensor([0])
+
+        def move() -> None:
+            torch.cat([x[0], x.t().half().float()[0], x.view(4)[:2], x[at][0], x.clone()[0], torch.zeros_like(x)[0]])
+            x.masked_fill(x > 2, 0).histc(2)
+
+        moved = _operators_of(move)
+        assert {op.overloadpacket.__name__ for op in moved if not operators.moves_only(op)} == {"gt"}
+        assert {op.overloadpacket.__name__ for op in moved} & operators.MOVES >= {"cat", "index", "clone", "_to_copy"}
+        computed = _operators_of(lambda: (x @ x + x).mul_(2).index_add_(0, at, x[:1]))
+        assert [op.overloadpacket.__name__ for op in computed if not operators.moves_only(op)] == [
+            "mm", "add", "mul_", "index_add_",
+        ]  # fmt: skip
+
     def test_what_waits_for_ranks_is_in_these_namespaces(self) -> None:
         from torch.distributed import _functional_collectives as functional
 

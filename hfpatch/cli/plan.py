@@ -1,12 +1,24 @@
-"""`hfpatch plan`: the effect of each patch on this model. Needs no weights."""
+"""`hfpatch plan`: the effect of each patch on this model. Needs no weights, except to measure the need on a text."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfpatch.cli.common import ComputeDtype, Json, Model, TrustRemoteCode, broken_patch_files, quiet_transformers, show
+from hfpatch.cli.common import (
+    ComputeDtype,
+    Json,
+    Model,
+    TrustRemoteCode,
+    broken_patch_files,
+    quiet_transformers,
+    read_text,
+    show,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Ids = list[str] | None
 
@@ -20,10 +32,17 @@ def plan(
         Ids, typer.Option(help="Import and plan the patches of this installed package too; may be repeated.")
     ] = None,
     compute_dtype: ComputeDtype = None,
+    text: Annotated[
+        str | None, typer.Option(help="Load the weights and measure the need on this text file, - for stdin.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="With --text: run at most this many tokens.")] = 128,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Show what each patch would do to a model: applied, not needed, opt-in or refused, and why."""
+    """Show what each patch would do to a model: applied, not needed, opt-in or refused, and why.
+
+    With --text the model is run once, with float32 weights: decisions say how near float16's maximum its values come.
+    """
     from hfpatch.patching import registry
     from hfpatch.patching.registering.installed import of_packages
 
@@ -32,9 +51,23 @@ def plan(
         registry.match(name)  # a wrong name is reported before torch is imported
     of_packages(trust or ())
     quiet_transformers()
-    from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.apply import plan as decide
 
-    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
-    made = decide(built, only=only, include=include, exclude=exclude, compute_dtype=compute_dtype, trust=trust)
+    built, batch = _built(model, text, tokens, trust_remote_code=trust_remote_code)
+    made = decide(
+        built, only=only, include=include, exclude=exclude, compute_dtype=compute_dtype, trust=trust, batch=batch
+    )
     show(made, json)
+
+
+def _built(name: str, text: str | None, tokens: int, *, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+    """Return the model on meta, without a batch; with a text, the model with its weights, and the text as its batch."""
+    from hfpatch.model.source import build_on_meta, load_config
+
+    if text is None:
+        return build_on_meta(load_config(name, trust_remote_code=trust_remote_code)), None
+    words = read_text(text, tokens)
+    from hfpatch.tracing.checkpoint import load
+
+    checkpoint = load(name, trust_remote_code=trust_remote_code)
+    return checkpoint.model, checkpoint.batch(words, tokens, loss=False)

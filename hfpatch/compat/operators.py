@@ -67,3 +67,20 @@ def alone() -> Generator[None]:
         return
     with _Alone():
         yield
+
+
+MOVES = frozenset(
+    {
+        *("_to_copy", "copy_", "clone", "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "new_zeros"),
+        *("new_empty", "full", "full_like", "arange", "index", "index_select", "gather", "embedding", "masked_fill"),
+        *("cat", "stack", "sort", "topk", "histc", "cumsum", "bincount", "where", "index_put", "index_put_"),
+    }
+)  # fmt: skip
+"""Operators that make, move, choose or count values, and compute none."""
+
+
+def moves_only(operator: Any) -> bool:
+    """True if an operator computes no value: it is one of `MOVES`, or gives a view of what it is given."""
+    aliased = [r.alias_info for r in operator._schema.returns]
+    views = bool(aliased) and all(info is not None and not info.is_write for info in aliased)
+    return views or operator._schema.name.partition("::")[2] in MOVES

@@ -1,4 +1,4 @@
-"""Tensors that make torch's norms and linear layers compute in float32.
+"""Tensors that make torch's norms and linear layers, and GPT-2's Conv1D, compute in float32.
 
 The type of the argument decides, by `__torch_function__`: these functions then compute in float32 and outside
 autocast, and the weights stay as they are.
@@ -28,13 +28,16 @@ def for_float32(value: Any) -> Any:
 class Float32Compute(torch.Tensor):
     """A tensor for which the functions in `COMPUTED_IN_FLOAT32` compute in float32 and outside autocast.
 
-    All other functions treat it as a plain tensor.
+    All other functions treat it as a plain tensor, and those in `RESHAPED` return another such tensor.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function. Its result is a plain tensor, unless it is the argument itself."""
+        """Run a function. Its result is a plain tensor, unless it is the argument itself, or that in another shape."""
         kwargs = kwargs or {}
+        if func in RESHAPED:
+            with AsPlain():
+                return func(*args, **kwargs).as_subclass(cls)
         if func not in COMPUTED_IN_FLOAT32:
             with AsPlain():
                 return func(*args, **kwargs)
@@ -81,8 +84,11 @@ COMPUTED_IN_FLOAT32 = frozenset(
     {
         *(functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm, functional.linear),
         *(functional.conv1d, functional.conv2d, functional.conv3d),
+        *(torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),  # Conv1D, FalconLinear
     }
-)  # fmt: skip
+)
+RESHAPED = frozenset({torch.Tensor.view})
+"""What Conv1D calls before its product."""
 
 
 def _plain(value: Any) -> Any:

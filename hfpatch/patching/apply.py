@@ -95,6 +95,7 @@ def plan(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     trust: Names = None,
     prove: Literal["own"] | None = None,
+    batch: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Decide what each patch would do to a loaded model. Changes nothing.
 
@@ -111,6 +112,9 @@ def plan(
             is imported otherwise only if `only` or `include` names it. It is opt-in, whatever its effect.
         prove: `"own"` to try patches on model classes of your own too, as naming a patch in `only` or `include` does. A
             tiny model of your class is built from its config, offline, in another process with a time limit of 120 s.
+        batch: Keyword arguments of the model, to measure the need: it is run once, without a gradient and with float32
+            weights, and decisions say how near float16's maximum its values come. An opt-in patch whose fault the batch
+            shows is applied.
 
     Returns:
         The plan. Prints as a table.
@@ -132,6 +136,7 @@ def plan(
         "options": options,
         "trust": trust,
         "prove": prove,
+        "batch": batch,
     }
     made = decisions(model, **arguments)
     origin = Origin(weakref.ref(root_module(model)), arguments)
@@ -150,6 +155,7 @@ def apply(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     trust: Names = None,
     prove: Literal["own"] | None = None,
+    batch: Mapping[str, Any] | None = None,
 ) -> Applied:
     """Patch a loaded model in place.
 
@@ -168,6 +174,7 @@ def apply(
         options: As for `hfpatch.plan`.
         trust: As for `hfpatch.plan`.
         prove: As for `hfpatch.plan`.
+        batch: As for `hfpatch.plan`.
 
     Returns:
         A handle: `.plan`, `.edits`, `.verify(batch)`, `.revert()`; also a context manager.
@@ -189,6 +196,7 @@ def apply(
             options=options,
             trust=trust,
             prove=prove,
+            batch=batch,
         )
         return _applied(made, root_module(model), only, verbose=verbose)
 

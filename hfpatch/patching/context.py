@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hfpatch.inspecting.peaks import Peaks
     from hfpatch.model.attention import Attention
     from hfpatch.model.roles import Stack
     from hfpatch.model.survey import Survey
@@ -36,12 +37,14 @@ class Context:
         submodel: The submodel that is decided about; None for the object as a whole.
         compute_dtype: The dtype the model will run in, if that is not the dtype of its weights.
         options: The options of the patch, with defaults filled in.
+        peaks: The largest values on the caller's batch; None without a batch.
     """
 
     survey: Survey
     submodel: Submodel | None
     compute_dtype: torch.dtype | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    peaks: Peaks | None = field(default=None, kw_only=True)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

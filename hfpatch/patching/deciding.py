@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hfpatch.inspecting.peaks import Peaks
     from hfpatch.model.survey import Survey
 
 CheckProof = Callable[[Entry, Context], Needed | NotNeeded | Refused | None]
@@ -37,6 +38,7 @@ def decide(
     compute_dtype: torch.dtype | None,
     options: Mapping[str, Any],
     check: CheckProof,
+    peaks: Peaks | None = None,
 ) -> list[Decision]:
     """Decide what one patch would do to each submodel it supports. Changes nothing.
 
@@ -46,6 +48,7 @@ def decide(
         compute_dtype: The dtype the model will run in, if its weights have another one now.
         options: All options of the patch.
         check: Looks up the proof; called only if there is an edit to make, or if the structure for it is missing.
+        peaks: The largest values on the caller's batch.
     """
     patch = entry.patch
     refusal = _version_refusal(entry)
@@ -53,12 +56,12 @@ def decide(
         return [replace(refusal, patch=entry.id)]
     out: list[Decision] = []
     for submodel in (None,) if patch.whole else survey.submodels:
-        context = Context(survey, submodel, compute_dtype, options)
+        context = Context(survey, submodel, compute_dtype, options, peaks=peaks)
         if patch.whole or considered(entry, context):
             out.extend(_decide_one(entry, context, check))
     for submodel in survey.submodels:
         if submodel.architecture in patch.but:
-            out.append(_excepted(entry, Context(survey, submodel, compute_dtype, options)))
+            out.append(_excepted(entry, Context(survey, submodel, compute_dtype, options, peaks=peaks)))
     if not out:
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         why = f"does not support {have}: no case proves it there; it supports {_listed(entry.architectures)}"
@@ -117,7 +120,8 @@ def _blank(entry: Entry, context: Context) -> Decision:
     patch = entry.patch
     unasked = not callable(patch.effect) and patch.effect in UNASKED
     path = context.submodel.path if context.submodel else None
-    return Decision(entry.id, path, "refused", "", vital=bool(patch.answers), unasked=unasked, code="refused-here")
+    vital = bool(patch.answers or patch.answers_where_it_edits)
+    return Decision(entry.id, path, "refused", "", vital=vital, unasked=unasked, code="refused-here")
 
 
 def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decision]:
@@ -129,6 +133,8 @@ def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decis
         if mine := _in_force(context)[entry.id]:
             return [_applied_already(own, mine)]
         return [replace(own, decided="not needed", reason=verdict.reason, code=verdict.code)]
+    offered = verdict if isinstance(verdict, Offered) else None
+    own = replace(own, unasked=own.unasked and not offered)
     if patch.serves and (why_not := patch.serves.why_not(context)):
         return [_unlike(own, entry, context, Refused(why_not, "no-such-place"), check)]
     found = _resolved(entry, context)
@@ -153,7 +159,6 @@ def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decis
         return [replace(own, reason=proof.reason, lapsed=found.lapsed, hint=patch.suggests, code=proof.code)]
     warnings = (proof and proof.reason, compiled_elsewhere(context.survey) if unseen else None)
     reason = "; ".join((verdict.reason, *filter(None, warnings)))
-    offered = verdict if isinstance(verdict, Offered) else None
     out = [
         replace(
             own,
@@ -255,6 +260,33 @@ def opt_in(decision: Decision, named: bool) -> Decision:
     if named:
         return replace(decision, decided="applied")
     return replace(decision, hint=f'hfpatch.apply(model, include=["{decision.patch}"])')
+
+
+def with_needed(ids: Iterable[str], entries: Mapping[str, Entry]) -> set[str]:
+    """Return ids of patches with those of the patches that they need."""
+    named = set(ids)
+    return named.union(*(entries[i].patch.needs for i in named if i in entries))
+
+
+def without_needed(survey: Survey, decisions: Sequence[Decision], entries: Mapping[str, Entry]) -> Iterator[Decision]:
+    """Yield decisions; refused if a patch that the decided one needs is neither applied nor in force there."""
+    for decision in decisions:
+        needs = entries[decision.patch].patch.needs if decision.patch in entries and decision.edits else ()
+        why = next(filter(None, (_missing(survey, decisions, need, decision.submodel) for need in needs)), None)
+        refused = replace(decision, decided="refused", reason=why or "", effect=None, edits=(), code="needs-another")
+        yield refused if why else decision
+
+
+def _missing(survey: Survey, decisions: Sequence[Decision], need: str, submodel: str | None) -> str:
+    """Return why a needed patch is neither applied to a submodel nor in force in it; empty if it is."""
+    theirs = [d for d in decisions if d.patch == need and d.submodel in (submodel, None)]
+    if any(d.decided == "applied" for d in theirs):
+        return ""
+    records = ((m, r) for _, m in survey.below(submodel or "") for r in records_of(m) if r.patch == need)
+    if any(state_of(survey.root, module, record).in_force for module, record in records):
+        return ""
+    why = f"which is {theirs[0].decided} here: {theirs[0].reason}" if theirs else "which is not considered here"
+    return f"it needs {need}, {why}"
 
 
 def _in_force(context: Context) -> Counter[str]:

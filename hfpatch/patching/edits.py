@@ -10,9 +10,11 @@
     read_stream        compute in float32 if the input is float32, and return the dtype of the weights
     in_float32         run a torch norm or linear layer in float32, its weights unchanged
     outside_autocast   run a module in float32 and outside autocast, if autocast is on
+    in_float32_inside  run everything in a module in float32, its weights unchanged
     choose_attention   set the attention implementation of a submodel
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
+    scale_branch       run a branch with smaller values, and give its output in float32
 
 A template holds the change for every module that a selection finds. Resolved against a model it becomes
 `Edit`s: one change to one module each, with the value before. Each edited module carries its own `Record`s
@@ -283,7 +285,7 @@ def outside_autocast(where: Selection) -> Template:
     """If autocast is on, run each module outside it, its inputs and weights in float32. Else nothing changes."""
 
     def change(_context: Context, _target: Target) -> Change:
-        from hfpatch.patching.kinds.float32.outside_autocast import OutsideAutocast
+        from hfpatch.patching.kinds.in_float32.outside_autocast import OutsideAutocast
 
         return OutsideAutocast()
 
@@ -294,7 +296,7 @@ def keep_float32(where: Selection) -> Template:
     """Let the casts of the stream to half precision in each module's own code leave a float32 stream as it is."""
 
     def change(_context: Context, _target: Target) -> Change:
-        from hfpatch.patching.kinds.float32.read_stream import KeepFloat32
+        from hfpatch.patching.kinds.in_float32.read_stream import KeepFloat32
 
         return KeepFloat32()
 
@@ -305,11 +307,41 @@ def read_stream(where: Selection) -> Template:
     """Let each module compute in float32 if its input is float32, and return the dtype of its weights."""
 
     def change(_context: Context, _target: Target) -> Change:
-        from hfpatch.patching.kinds.float32.read_stream import ReadStream
+        from hfpatch.patching.kinds.in_float32.read_stream import ReadStream
 
         return ReadStream()
 
     return Template(where, change, "read the float32 stream")
+
+
+def in_float32_inside(where: Selection) -> Template:
+    """Run everything in each module in float32 and outside autocast: maps, adapters, experts. Weights keep their dtype.
+
+    The output is float32.
+    """
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.in_float32.compute_inside import ComputeInside
+
+        return ComputeInside()
+
+    return Template(where, change, "compute in float32 inside")
+
+
+def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str, str, int]]) -> Template:
+    """Scale the output of each branch's activation by a power of two, and its own output back, in float32.
+
+    Args:
+        where: Branches whose output is proportional to the output of one activation in them.
+        scale: Returns the arguments of a `ScaleBranch`: names of the activation and of the last map, the exponent.
+    """
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.in_float32.scale_branch import ScaleBranch
+
+        return ScaleBranch(*scale(context, target))
+
+    return Template(where, change, "scale by a power of two inside, float32 at the end")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:

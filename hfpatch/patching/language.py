@@ -116,6 +116,8 @@ class Patch:
         options: Names that a caller may set with `options={id: {...}}`, with their defaults.
         tolerance: For `equivalent`: the largest relative L2 distance of the logits from float32, on healthy weights.
         suggests: Advice printed after the decision, e.g. stock alternatives.
+        needs: Ids of patches without which this one is of no use: they are considered with it, and it is refused for a
+            submodel in which one of them is neither applied nor in force.
         whole: True if the patch is about the whole object and is planned once, not once for each submodel.
         answers: The symptoms it fixes: keys of `hfpatch.symptoms.SYMPTOMS`.
         answers_where_it_edits: Symptoms that it fixes only in modules whose computation it changes.
@@ -140,6 +142,7 @@ class Patch:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tolerance: float | None = None
     suggests: str = ""
+    needs: tuple[str, ...] = ()
     whole: bool = False
     answers: tuple[str, ...] = ()
     answers_where_it_edits: tuple[str, ...] = ()

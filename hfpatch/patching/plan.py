@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from hfpatch.given import shown
 from hfpatch.model.walk import inside
 from hfpatch.patching import registry
 from hfpatch.patching.arguments import Names, as_dtype, ids, names, settings
-from hfpatch.patching.deciding import decide, opt_in
+from hfpatch.patching.deciding import decide, opt_in, with_needed, without_needed
 from hfpatch.patching.decision import Decision, Decisions
 from hfpatch.patching.kinds.states import show
 from hfpatch.patching.proofs.lookup import proof_verdict
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from hfpatch.inspecting.peaks import Peaks
     from hfpatch.model.survey import Survey
     from hfpatch.patching.kinds.base import Change
 
 SUGGESTED = "suggested"
+WIDENERS = (STREAM, "wo-overflow")
+"""The patches that widen a residual stream: they are applied without a measured need, and say the room."""
 
 
 def decisions(
@@ -42,6 +46,7 @@ def decisions(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     trust: Names = None,
     prove: Literal["own"] | None = None,
+    batch: Mapping[str, Any] | None = None,
 ) -> Decisions:
     """Decide what each patch would do to a loaded model. Changes nothing. See `hfpatch.plan`."""
     import torch
@@ -53,11 +58,12 @@ def decisions(
         raise InputError(f'plan: want "own" or None as prove=, got {shown(prove)}')
     survey = Survey(model, added_modules)
     entries = registry.entries()
-    wanted = None if only is None else ids(only)
+    wanted = None if only is None else with_needed(ids(only), entries)
     asked = ids([n for n in names(include) if n != SUGGESTED]) | (wanted or set())
     list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
     excluded = ids(exclude)
     dtype = as_dtype(compute_dtype)
+    peaks = None if batch is None else _measured(survey, batch)
     trusted = of_packages(names(trust, "trust= takes names of installed packages"))
     considered = asked | trusted if wanted is None else wanted
     entries, found = foreign.loaded(entries, considered - excluded, trusted)
@@ -72,16 +78,33 @@ def decisions(
         # conditions and repros run models, whose dtypes and devices must not depend on the caller's contexts
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.device("cpu"):
             check = partial(proof_verdict, own=prove == "own" or entry.id in asked)
-            found.extend(foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check)))
+            found.extend(foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check, peaks)))
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
         rows = _not_served(survey, dtype, found)
         beside = (d for d in found if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more
         found = [*beside, *rows]
+    if peaks is not None:
+        found = [_with_room(survey, peaks, d) for d in found]
     everything = SUGGESTED in names(include)
     decided = tuple(opt_in(d, d.patch in asked or (everything and d.suggested)) for d in found)
+    decided = tuple(without_needed(survey, decided, entries))
     _check_conflicts(survey.root, decided)
     unknown = (*_unknown(survey, dtype), *(foreign.left_out({*entries, *considered}) if wanted is None else ()))
     return Decisions(type(survey.root).__name__, decided, unknown, frozenset(asked))
+
+
+def _measured(survey: Survey, batch: Mapping[str, Any]) -> Peaks:
+    from hfpatch.patching.verifying.need import measure
+
+    return measure(survey.root, batch)
+
+
+def _with_room(survey: Survey, peaks: Peaks, decision: Decision) -> Decision:
+    """Return a decision about a residual stream with what the stream reaches on the caller's batch."""
+    if decision.patch not in WIDENERS or decision.decided == "refused" or decision.submodel is None:
+        return decision
+    peak = peaks.stream(survey.stacks.get(decision.submodel, ()))
+    return replace(decision, reason=f"{decision.reason}; it {peak or 'did not run on this batch'}")
 
 
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:

@@ -24,6 +24,8 @@ class Change:
 
     unseen: ClassVar[str] = ""
     """Why code that torch.compile has already compiled would not notice the change; empty if it would."""
+    widens: ClassVar[bool] = False
+    """True if what the module and those in it compute gets a wider range, so that an overflow in it is cured."""
 
     @property
     def slot(self) -> str:

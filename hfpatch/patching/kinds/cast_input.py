@@ -10,6 +10,7 @@ from torch import nn
 from hfpatch.compat import hooks
 from hfpatch.compat.sharding import narrows_stream
 from hfpatch.errors import RefusedError
+from hfpatch.patching.kinds.compute_in_float32 import computes_in_float32
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.hook_change import HookChange
 from hfpatch.patching.kinds.stream import cast, handing, stream_of
@@ -21,6 +22,8 @@ class CastInput(HookChange):
 
     Masks, position embeddings and caches keep their dtype: a cast to float16 would turn the lowest value of a
     float32 mask into -inf.
+
+    Nothing is cast to the dtype of the weights of a module that computes in float32.
     """
 
     rule: DtypeRule
@@ -44,6 +47,8 @@ class CastInput(HookChange):
             return None
         if self.rule.weight is None and (why := narrows_stream(module)):
             raise RefusedError(f"the stream was set to run in float32, but {type(module).__name__} undoes it: {why}")
+        if self.rule.weight is not None and computes_in_float32(module):
+            return None
         stream = stream_of(args, kwargs)
         now = cast(stream, self.rule.of(module))
         return None if now is stream else handing(now, stream, args, kwargs)

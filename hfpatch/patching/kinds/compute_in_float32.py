@@ -13,6 +13,12 @@ from hfpatch.patching.kinds.hook_change import HookChange
 from hfpatch.patching.kinds.stream import handing, stream_of
 
 
+def computes_in_float32(module: nn.Module) -> bool:
+    """True if a `ComputeInFloat32` is in force on a module."""
+    called, _ = hooks.hooks_of(module)
+    return any(isinstance(hook, ComputeInFloat32) for hook in called.values())
+
+
 @dataclass(frozen=True)
 class ComputeInFloat32(HookChange):
     """A forward pre-hook that lets torch's norms and linear layers compute in float32, their weights unchanged.
@@ -21,6 +27,8 @@ class ComputeInFloat32(HookChange):
     replaces the input with a tensor of a subclass, `Float32Compute`, which dispatches the function to float32. There is
     no state to restore after the call.
     """
+
+    widens = True
 
     @property
     def slot(self) -> str:

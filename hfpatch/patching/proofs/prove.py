@@ -173,10 +173,11 @@ def _is_tried(case: Case, submodel: Submodel) -> bool:
 def _run(entry: Entry, case: Case, make: Make) -> _Run:
     patched: list[str] = []
 
-    def check(_entry: Entry, context: Context) -> Refused | None:
+    def check(each: Entry, context: Context) -> Refused | None:
         if context.submodel is None or not _is_tried(case, context.submodel):
             return Refused("another part is proved here", "not-served")
-        patched.append(context.submodel.architecture)
+        if each.id == entry.id:
+            patched.append(context.submodel.architecture)
         return None
 
     try:
@@ -200,10 +201,13 @@ def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
     """Return how far from float32 a patch that claims to be equivalent is on healthy weights; empty if near enough."""
     if entry.patch.tolerance is None:
         return ""
-    trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False), make)
+    trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False, branches=False), make)
     stock = trial.error(trial.logits())
     carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
-    error = trial.error(trial.logits())
+    try:
+        error = trial.error(trial.logits())
+    except RuntimeError as raised:  # mixed dtypes
+        return f"on healthy weights it does not run: {_first_line(raised)}"
     if error <= max(entry.patch.tolerance, SAME * stock):
         return ""
     return (

@@ -54,31 +54,36 @@ class Batch:
     note: str = ""
 
 
-def prepared(model: nn.Module, batch: Any) -> Batch:
+def prepared(model: nn.Module, batch: Any, asks: str = "verify") -> Batch:
     """Return the batch on the model's device; a causal model's batch without labels gets them.
+
+    Args:
+        model: The model.
+        batch: Its keyword arguments.
+        asks: The caller, for messages.
 
     Raises:
         InputError: The batch is not a mapping or holds a cache, or the model cannot be run.
     """
     if not isinstance(batch, Mapping):
         raise InputError(
-            f"verify: batch must hold the model's keyword arguments, such as {{'input_ids': ids}}; got "
+            f"{asks}: batch must hold the model's keyword arguments, such as {{'input_ids': ids}}; got "
             f"{type(batch).__name__}"
         )
     given: dict[str, Any] = dict(batch)  # pyright: ignore[reportUnknownArgumentType]
     if used := sorted({"past_key_values", "cache"} & set(given)):
-        raise InputError(f"verify runs the whole sequence in every dtype: leave {used[0]} out of the batch")
+        raise InputError(f"{asks}: the whole sequence is run: leave {used[0]} out of the batch")
     parameters = list(model.parameters())
     if not parameters:
-        raise InputError(f"{type(model).__name__} has no parameters: there is no dtype to verify")
+        raise InputError(f"{type(model).__name__} has no parameters: there is no dtype to compare")
     if any(p.device.type == "meta" for p in parameters):
         raise InputError(
-            "some weights are on meta (not loaded, or offloaded), and verify runs the model: load them first"
+            f"some weights are on meta (not loaded, or offloaded), and {asks} runs the model: load them first"
         )
     if any(type(p).__name__ in SHARDED for p in parameters):
         raise InputError(
-            "the weights are sharded over several ranks (FSDP, tensor parallel), so verify cannot cast them: verify "
-            "the model before it is sharded"
+            f"the weights are sharded over several ranks (FSDP, tensor parallel), so {asks} cannot cast them: call it "
+            "before the model is sharded"
         )
     device = parameters[0].device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}

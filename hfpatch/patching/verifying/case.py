@@ -28,6 +28,8 @@ class Case:
         tower: True if the architecture is a tower's: it runs inside a model that holds it, on an example batch with
             images or sounds, its own stream is the one that overflows, and what it returns counts beside the logits.
         overflow: Scale the layers that write to the residual stream until the stream passes 65,504 and no branch does.
+        branches: Scale the feed-forward parts of two layers until values in them pass 65,504. What they reach is
+            measured, as with `plan(batch=)`.
     """
 
     architecture: str
@@ -45,9 +47,10 @@ class Case:
     device: Literal["cpu", "cuda"] = "cpu"
     overflow: bool = False
     tower: bool = False
+    branches: bool = False
 
     def __str__(self) -> str:
-        overflow = " overflowing" if self.overflow else ""
+        overflow = " overflowing" if self.overflow else " with overflowing branches" if self.branches else ""
         inside = f" in {self.inside}" if self.inside else ""
         autocast = f" under {self.autocast} autocast" if self.autocast else ""
         attention = "" if self.attention == "eager" else f" {self.attention}"

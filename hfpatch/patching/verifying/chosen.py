@@ -16,7 +16,7 @@ from transformers import Cache
 from hfpatch.compat.hooks import Handle, after, before
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.walk import is_stock
-from hfpatch.patching.kinds.float32.outside_autocast import FORWARD
+from hfpatch.patching.kinds.in_float32.outside_autocast import FORWARD
 
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 CHOICES = (torch.topk, torch.Tensor.topk)

@@ -183,18 +183,18 @@ def _cast_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if dtype is None or (mapped and torch.is_autocast_enabled(device)):
         return None
 
-    return _cast(args, dtype), _cast(kwargs, dtype)
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with the floating-point tensors in it, also in plain containers, cast."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.element_size() >= 2 else value
     if isinstance(value, ModelOutput):
-        return type(value)(**{k: _cast(v, dtype) for k, v in value.items()})
+        return type(value)(**{k: cast_floats(v, dtype) for k, v in value.items()})
     if type(value) is dict:
-        return {k: _cast(v, dtype) for k, v in value.items()}
-    return type(value)(_cast(v, dtype) for v in value) if type(value) in (list, tuple) else value
+        return {k: cast_floats(v, dtype) for k, v in value.items()}
+    return type(value)(cast_floats(v, dtype) for v in value) if type(value) in (list, tuple) else value
 
 
 class CastsSeen(operators.DispatchMode):

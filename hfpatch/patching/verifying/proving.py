@@ -12,13 +12,15 @@ from torch import nn
 
 from hfpatch.errors import HfpatchError, InputError
 from hfpatch.given import shown
+from hfpatch.inspecting.peaks import Peaks
 from hfpatch.model.survey import Survey
 from hfpatch.patching import registry
-from hfpatch.patching.deciding import CheckProof, decide, no_check, opt_in
+from hfpatch.patching.deciding import CheckProof, decide, no_check, opt_in, without_needed
 from hfpatch.patching.decision import Decisions
 from hfpatch.patching.language import ANY, Patch
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
+from hfpatch.patching.verifying.need import measure
 from hfpatch.patching.verifying.trial import build, tiny_of
 from hfpatch.patching.writing import carry_out
 from hfpatch.report import Sheet, Shown
@@ -156,7 +158,8 @@ def attempt(
     """
     trial = build(case, make)
     before = entry.patch.symptom(trial)
-    made = plan_alone(entry, trial.model, asked=True, check=check)
+    peaks = measure(trial.model, trial.inputs(), "prove") if case.branches else None
+    made = plan_alone(entry, trial.model, asked=True, check=check, peaks=peaks)
     carry_out(trial.model, made)
     try:
         after = entry.patch.symptom(trial)
@@ -173,15 +176,23 @@ def _try_negative(entry: Entry, case: Case) -> CaseResult:
     return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
 
 
-def plan_alone(entry: Entry, model: object, *, asked: bool, check: CheckProof = no_check) -> Decisions:
-    """Return the plan of one patch for a case of its own, which no proof has to cover.
+def plan_alone(
+    entry: Entry, model: object, *, asked: bool, check: CheckProof = no_check, peaks: Peaks | None = None
+) -> Decisions:
+    """Return the plan of one patch, after those that it needs, for a case of its own, which no proof has to cover.
 
     Args:
         entry: The patch.
         model: The model of the case.
         asked: True to plan as if the caller had named the patch.
         check: See `decide`.
+        peaks: See `decide`.
     """
     survey = Survey(model)
-    decided = decide(entry, survey, None, entry.patch.options, check)
-    return Decisions(type(survey.root).__name__, tuple(opt_in(d, asked) for d in decided))
+    entries = [*(registry.get(need) for need in entry.patch.needs if asked), entry]
+    decided = [
+        opt_in(decision, asked)
+        for each in entries
+        for decision in decide(each, survey, None, each.patch.options, check, peaks)
+    ]
+    return Decisions(type(survey.root).__name__, tuple(without_needed(survey, decided, {entry.id: entry})))

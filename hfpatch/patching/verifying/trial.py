@@ -21,6 +21,7 @@ from hfpatch.compat import hooks
 from hfpatch.compat.implementation import choose
 from hfpatch.compat.loading import kept_wide
 from hfpatch.errors import InputError
+from hfpatch.lab.branch_overflow import branch_overflow
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.sizes import SIZES, VOCABULARY
@@ -93,7 +94,7 @@ class Trial:
 
     def bad_gradients(self) -> list[str]:
         """Run a backward pass of the mean squared logit; return the names of parameters with non-finite gradients."""
-        self.model(**self._inputs(self.model)).logits.float().square().mean().backward()
+        self.model(**self.inputs(self.model)).logits.float().square().mean().backward()
         bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         self.model.zero_grad(set_to_none=True)
         return bad
@@ -108,8 +109,8 @@ class Trial:
         )
         with torch.no_grad(), region:
             if self.case.tower:
-                return self._scaled(answers(model, self.case, self._inputs(model)))
-            return model(**self._inputs(model)).logits.float()[self.real]
+                return self._scaled(answers(model, self.case, self.inputs(model)))
+            return model(**self.inputs(model)).logits.float()[self.real]
 
     def _scaled(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the parts of an answer as one row, each over its size in the reference.
@@ -123,10 +124,12 @@ class Trial:
 
     @cached_property
     def _sizes(self) -> list[torch.Tensor]:
-        _, *found = answers(self.master, self.case, self._inputs(self.master))
+        _, *found = answers(self.master, self.case, self.inputs(self.master))
         return [part.norm().clamp_min(torch.finfo(torch.float32).tiny) for part in found]
 
-    def _inputs(self, model: nn.Module) -> dict[str, Any]:
+    def inputs(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Return the arguments of a model of the case; of the one to patch by default."""
+        model = self.model if model is None else model
         if self.case.tower:
             return tower_inputs(model)
         mask = {"attention_mask": self.real.long()} if self.case.padded else {}
@@ -236,6 +239,8 @@ def build(case: Case, make: Callable[[Case], nn.Module] = tiny_of) -> Trial:
         overflow(llm, tower_inputs(llm), case.architecture)
     elif case.overflow:
         overflow(llm, inputs_of(llm, token_ids(case)))
+    if case.branches:
+        branch_overflow(llm, inputs_of(llm, token_ids(case)))
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): no such composite; there are: {', '.join(COMPOSITES)}")
     model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
