@@ -20,6 +20,8 @@ from hfpatch.tracing.finding import Answer, Finding
 from hfpatch.tracing.trace import Trace
 
 BACKWARD = ("backward", "gradients")
+TOO_LARGE = ("overflow", "cast-overflow")
+"""Symptoms of a value outside the stream that is too large: a batch tells a patch by how much."""
 
 
 def trace(
@@ -83,9 +85,10 @@ def answer(finding: Finding, model: object, kept: Kept | None = None) -> Answer:
     """Return what is known of the patches for a finding; those that could fix it are tried on the kept call.
 
     A patch is named only if it changes the part where the fault is, and if the call was finite with it: in every
-    module, and for a fault of the backward pass in every gradient. If none is enough alone, those that answer the
-    finding and those that answer what is left are tried together, once. First the call is run again as it is: if the
-    fault does not show, a trial would prove nothing, and that is said.
+    module, and for a fault of the backward pass in every gradient. Those that need no other patch are tried first. If
+    none is enough alone, those that answer the finding and those that answer what is left are tried together, once, and
+    if a value is still too large, once more with `batch=`, which measures how much is needed. First the call is run
+    again as it is: if the fault does not show, a trial would prove nothing, and that is said.
 
     Args:
         finding: What the tracer found.
@@ -122,7 +125,7 @@ def _answer(finding: Finding, model: object, kept: Kept | None) -> Answer:
     if not _shows(finding, stock):
         why = f"run again as it is, the call is {stock.fault or 'finite'}: it depends on something that has changed"
         return _untried(_runnable([d for d in here if _answers(d, finding)]), why)
-    return _tried(finding, model, ids, partial(run_again, root, call, finding))
+    return _tried(finding, model, _fewest_first(ids), partial(run_again, root, call, finding))
 
 
 def _shows(finding: Finding, stock: Outcome) -> bool:
@@ -132,10 +135,11 @@ def _shows(finding: Finding, stock: Outcome) -> bool:
     return (stock.finding.phase, stock.finding.symptom) == (finding.phase, finding.symptom)
 
 
-def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[[Collection[str]], Outcome]) -> Answer:
+def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[..., Outcome]) -> Answer:
     """Return what came of these patches, each alone, then together with those that answer what is left."""
     failed: list[str] = []
     union = set(ids)
+    left: Finding | None = None
     for alone in (*ids, None):
         patches = tuple(sorted(union)) if alone is None else (alone,)
         if alone is None and len(patches) == 1:
@@ -148,6 +152,14 @@ def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[
         failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault or outcome.raised}")
         if (left := outcome.finding) is not None:
             union |= {*_runnable(_reaching(_decisions(left, model), left, model))}
+    if left is not None and left.symptom in TOO_LARGE:
+        patches = tuple(sorted(union))
+        outcome = run(patches, measured=True)
+        if outcome.finite:
+            line = f"hfpatch.apply(model, only={list(patches)}, batch=batch)"
+            where = "with batch= the arguments of this call"
+            return Answer((f"tried on this call: {_finite(finding, outcome)}: {line}, {where}",), tried=True)
+        failed.append(f"the same with batch=, tried on this call: {outcome.fault or outcome.raised}")
     return Answer((*failed, "No patch that is known cures it here."))
 
 
@@ -205,6 +217,11 @@ def _reaching(decisions: Iterable[Decision], finding: Finding, model: object) ->
 
 def _runnable(decisions: list[Decision]) -> tuple[str, ...]:
     return tuple(sorted({d.patch for d in decisions if d.decided in ("applied", "opt-in")}))
+
+
+def _fewest_first(ids: Collection[str]) -> tuple[str, ...]:
+    """Return ids so that a patch that brings others along is tried after those that do not."""
+    return tuple(sorted(ids, key=lambda name: (len(registry.get(name).patch.needs), name)))
 
 
 def _unhelpful(decision: Decision, module: str) -> str:

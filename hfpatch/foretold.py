@@ -70,7 +70,8 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
     """Return what patches do about the forward tensors that would overflow, a sentence for each stack.
 
     A stack of layers is served if the plan for that dtype edits it. The stream is what lies in its layers and not in
-    their branches: a branch whose own output is too large is served only where a patch computes it in float32.
+    their branches, and what a branch reads of it whose maps a patch computes in float32. Of a branch whose own output
+    is too large it is said which patch a trace would try.
 
     Args:
         found: The headroom of a traced pass.
@@ -82,6 +83,7 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
     survey = Survey(model)
     try:
         decisions = stream_decisions(model, found.dtype)
+        inner = _inner_decisions(model, found.dtype)
     except ConflictError as error:  # the model carries edits for another dtype
         return (f"not planned: {error}",)
     edited = {e.path: d.patch for d in decisions for e in d.edits}
@@ -90,9 +92,14 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
     rows = {row.path: row for row in unserved(survey, getattr(torch, found.dtype))}
     limit = float(torch.finfo(getattr(torch, found.dtype)).max)
     served: list[str] = []
-    left = [t for t in over if t.module not in wide]
+
+    def in_float32(tensor: TensorHeadroom) -> bool:
+        reads = tensor.tensor.startswith("input")
+        return tensor.module in wide or (reads and any(inside(path, tensor.module) for path in wide))
+
+    left = [t for t in over if not in_float32(t)]
     for stack in stacks:
-        stream = [t for t in over if _in_stream(t.module, stack) or (t.module in wide and inside(t.module, stack.path))]
+        stream = [t for t in over if _in_stream(t.module, stack) or (in_float32(t) and inside(t.module, stack.path))]
         if stream:
             layer = next((p for p, _ in stack.layers if inside(stream[0].module, p)), stream[0].module)
             words = _served(stack.path, decisions, rows.get(starred(stack.path)))
@@ -104,7 +111,7 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
         kinds.setdefault(starred(tensor.module), []).append(tensor)
     for same in list(kinds.values())[:3]:
         more = f" (and {len(same) - 1} more of its kind)" if len(same) > 1 else ""
-        patch = edited.get(same[0].module)  # the layer's sum may be made in it, as in Bloom's attention
+        patch = edited.get(same[0].module) or _editing(same[0].module, inner)  # Bloom's attention makes the layer's sum
         words = f"a plan does not tell; a trace in {found.dtype} tries {patch}" if patch else "no patch serves it"
         said.append(f"{_reaches(same[0], limit)}{more}: {words}")
     if len(kinds) > 3:
@@ -117,6 +124,19 @@ def stream_decisions(model: object, dtype: str) -> list[Decision]:
     entries = registry.entries()
     wanted = {name for name, entry in entries.items() if SYMPTOM in entry.patch.answers}
     return list(plan(model, exclude=entries.keys() - wanted, compute_dtype=dtype).decisions)
+
+
+def _inner_decisions(model: object, dtype: str) -> list[Decision]:
+    """Return the decisions on the patches for values inside a branch, as planned for a dtype."""
+    entries = registry.entries()
+    wanted = {name for name, entry in entries.items() if "overflow" in entry.patch.answers_where_it_edits}
+    return list(plan(model, exclude=entries.keys() - wanted, compute_dtype=dtype).decisions)
+
+
+def _editing(module: str, decisions: Iterable[Decision]) -> str:
+    """Return the id of the first patch that would widen a module or a part around it; empty if none would."""
+    runs = (d for d in decisions if d.decided in ("applied", "opt-in"))
+    return next((d.patch for d in runs if any(e.change.widens and inside(module, e.path) for e in d.edits)), "")
 
 
 def serving(stack: str, decisions: Iterable[Decision]) -> Sequence[str]:

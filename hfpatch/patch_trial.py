@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Generator, Iterator
+import inspect
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,7 +72,9 @@ def whole_call(root: nn.Module, kept: Kept) -> Call | str:
     return obstacle(call) or (f"{used_up} is an iterator, which a run uses up" if used_up else call)
 
 
-def run_again(root: nn.Module, call: Call, finding: Finding, patches: Collection[str] = ()) -> Outcome:
+def run_again(
+    root: nn.Module, call: Call, finding: Finding, patches: Collection[str] = (), *, measured: bool = False
+) -> Outcome:
     """Run a kept call again with patches, which are applied as `hfpatch.apply(root, only=patches)` applies them.
 
     The call is that of the model inside its parallel wrappers, so no other rank is waited for. It runs under a trace,
@@ -84,10 +87,12 @@ def run_again(root: nn.Module, call: Call, finding: Finding, patches: Collection
         call: From `whole_call`.
         finding: The fault that the patches should fix.
         patches: Ids; none runs the call as it is.
+        measured: Apply them with `batch=`: the arguments of the call, as keyword arguments.
     """
     backward = finding.phase in ("backward", "gradients")
     try:
-        with torch.inference_mode(mode=False), as_before(root), _patched(root, patches):
+        batch = _by_name(call) if measured else None
+        with torch.inference_mode(mode=False), as_before(root), _patched(root, patches, batch):
             return _run(call, finding, backward=backward)
     except (torch.OutOfMemoryError, MemoryError):
         return Outcome(raised="there is not enough memory to run the call again", short_of_memory=True)
@@ -96,12 +101,26 @@ def run_again(root: nn.Module, call: Call, finding: Finding, patches: Collection
 
 
 @contextmanager
-def _patched(root: nn.Module, patches: Collection[str]) -> Generator[None]:
+def _patched(root: nn.Module, patches: Collection[str], batch: Mapping[str, Any] | None) -> Generator[None]:
     if not patches:
         yield
         return
-    with apply(root, only=list(patches), verbose=False):
+    with apply(root, only=list(patches), verbose=False, batch=batch):
         yield
+
+
+def _by_name(call: Call) -> dict[str, Any]:
+    """Return the arguments of a call as keyword arguments.
+
+    Raises:
+        TypeError: An argument was given by position, and the signature has no name for it.
+    """
+    args, kwargs = call.arguments()
+    parameters = inspect.signature(call.module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise TypeError("batch= takes keyword arguments, and the call gave one by position that has no name")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _run(call: Call, finding: Finding, *, backward: bool) -> Outcome:

@@ -110,7 +110,14 @@ class TestWords:
 
     def test_of_an_architecture_that_it_does_not_serve(self) -> None:
         text = said("residual-overflow", tiny_model("zamba").half())
-        assert "refused here: the stream of its ZambaMambaDecoderLayer of zamba is float16, whose maximum is " in text
+        assert "fp16-residual-overflow fixes this, but is refused here: it is not proved for zamba: " in text
+
+    def test_of_a_tower_that_it_does_not_serve(self) -> None:
+        block = "model.vqmodel.encoder.down_block.down.0.block.0"
+        text = " ".join(answer(finding("residual-overflow", block), tiny_model("emu3").half()).sentences)
+        assert (
+            "refused here: the stream of its Emu3VQVAEResnetBlock of emu3_vqgan is float16, whose maximum is " in text
+        )
 
     def test_of_no_transformers_model(self) -> None:
         text = said("residual-overflow", nn.Linear(2, 2))

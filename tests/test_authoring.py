@@ -74,8 +74,8 @@ def test_what_the_page_says_about_it(module: ModuleType, ids: torch.Tensor, caps
 
 def test_what_serves_a_structure_is_as_in_the_patch_that_does() -> None:
     whole = registry.get("fp16-residual-overflow").file.read_text()
-    parts = re.findall(r'serves=.*|depends_on=.*|Case\(.*?\)|"\w+": ".*?"', BY_STRUCTURE)
-    assert len(parts) == 4
+    parts = re.findall(r"serves=.*|depends_on=.*|Case\(.*?\)|T5 = .*|but=.*", BY_STRUCTURE)
+    assert len(parts) == 5
     assert all(part in whole for part in parts)
 
 

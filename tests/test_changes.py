@@ -17,12 +17,12 @@ from hfpatch.patching.kinds.cast_input import CastInput
 from hfpatch.patching.kinds.cast_output import CastOutput
 from hfpatch.patching.kinds.choose_attention import ChooseAttention
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
+from hfpatch.patching.kinds.compute_inside import ComputeInside
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.expansion import Expansion
-from hfpatch.patching.kinds.in_float32.compute_inside import ComputeInside
-from hfpatch.patching.kinds.in_float32.scale_branch import ScaleBranch
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.one_plus_tanh import Bounded
+from hfpatch.patching.kinds.scale_branch import ScaleBranch
 from hfpatch.patching.kinds.set_attribute import SetAttribute
 from hfpatch.patching.kinds.set_tensor import SetTensor
 from hfpatch.patching.kinds.states import show

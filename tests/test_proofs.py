@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_config, tiny_model
-from hfpatch.patching import registry
+from hfpatch.patching import edits, registry, select
 from hfpatch.patching.proofs import lookup, shelf
 from hfpatch.patching.proofs.bodies import structural
 from hfpatch.patching.proofs.proof import Proof, Subject, digest_of_file
@@ -30,6 +30,14 @@ from tests.test_plan import decision
 
 STREAM = "fp16-residual-overflow"
 WITH_PROOFS = [e for e in registry.entries().values() if e.patch.serves]
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What is registered in the test is forgotten after it."""
+    yield
+    for name in registry.by_hand():
+        hfpatch.unregister(name)
 
 
 @pytest.fixture
@@ -333,15 +341,9 @@ class TestReplacedForwards:
 class TestRegistered:
     """Patches that a user registers are told apart by what they are, not by where their condition was written."""
 
-    @pytest.fixture
-    def registered(self) -> Iterator[None]:
-        yield
-        for name in registry.by_hand():
-            hfpatch.unregister(name)
-
     def test_another_patch_with_the_condition_of_ours(self, cache: Path, registered: None) -> None:
         ours = registry.get(STREAM).patch
-        hfpatch.register(replace(ours, edits=ours.edits[-1:]), id="last-edit-only")
+        hfpatch.register(replace(ours, edits=ours.edits[-2:-1]), id="last-edit-only")
         found = decision(hfpatch.plan(tiny_model("llama").half(), only="last-edit-only"), "last-edit-only")
         assert (found.decided, found.code) == ("refused", "not-cured")
         assert not cache.exists()
@@ -358,9 +360,12 @@ class TestRegistered:
 
 
 class TestProve:
-    def test_a_cure_that_is_not_equivalent_is_none(self) -> None:
-        """CPM-Ant: finite with the patch, and twice as far from float32 as the patch states."""
-        proof = prove(registry.get(STREAM), "cpmant")
+    def test_a_cure_that_is_not_equivalent_is_none(self, registered: None) -> None:
+        """Finite with the patch, and on healthy weights farther from float32 than the patch states."""
+        ours = registry.get(STREAM).patch
+        louder = edits.map_output(select.layers(), torch.relu, "no negative values")
+        hfpatch.register(replace(ours, edits=(*ours.edits, louder)), id="not-equivalent")
+        proof = prove(registry.get("not-equivalent"), "llama")
         assert proof is not None
         assert proof.outcome == "not cured"
         assert "on healthy weights its logits are" in proof.text

@@ -229,6 +229,7 @@ def test_layers_of_other_shapes(architecture: str, ids: torch.Tensor) -> None:
     assert distance(gradients(model, batch), slopes, "") < distance(gradients(rough, batch), slopes, "")
 
 
+@pytest.mark.slow
 def test_flags_that_choose_the_layers_of_a_tower() -> None:
     """HuBERT's and Wav2Vec 2.0's large models have norms before the branches, the small ones after them."""
     for stable, decided in ((False, "not needed"), (True, "applied")):

@@ -362,7 +362,7 @@ def test_shards_are_refused(ids: torch.Tensor, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
     model = tiny_model("llama")
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(hfpatch.errors.InputError, match="before it is sharded"):
+    with pytest.raises(hfpatch.errors.InputError, match="before the model is sharded"):
         hfpatch.verify(model, {"input_ids": ids})
 
 

@@ -56,7 +56,7 @@ def replay(
     patches = () if unpatched else _patched(held, loaded, model)
     notes = tuple(_differences(held, loaded, patches))
     found = held.replay(loaded)
-    if found.obstacle is not None and found.finding is None:
+    if found.obstacle is not None and (found.finding is None or found.finding.raised):
         raise InputError(f"{bundle} cannot be run on {model}: {found.obstacle}")
     show(Replayed(held, model, found, patches, notes, found.advice), json)
     if found.finding is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from hfpatch.lora.linear import features
 from hfpatch.model.code import tree_of
 from hfpatch.model.roles import Place, Stack
-from hfpatch.model.walk import is_stock
+from hfpatch.model.walk import dims, is_stock
 
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 """Modules whose classes are activations, if they have no parameters."""
@@ -125,7 +125,7 @@ def casts_result(cls: type[nn.Module]) -> bool:
 
 def _kind(module: nn.Module, maps: tuple[Place, ...]) -> str:
     """Return `experts` for stacked weights, `plain` or `gated` if the last map reads what the others write; else ``."""
-    if sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1:
+    if sum(dims(p) == 3 for p in module.parameters(recurse=False)) > 1:
         return "experts"
     if len(maps) < 2:
         return ""

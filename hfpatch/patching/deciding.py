@@ -66,9 +66,9 @@ def decide(
         have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
         why = f"does not support {have}: no case proves it there; it supports {_listed(entry.architectures)}"
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
-    # Submodels for which there is nothing to do get no row each, unless a run showed it.
+    # Submodels for which there is nothing to do get no row each, unless a run showed it
     rows = [d for d in out if d.decided != "not needed" or d.lapsed or d.code == "harmless"]
-    distinct = {(d.submodel, d.decided, d.reason, d.edits, d.lapsed): d for d in rows}
+    distinct = {(patch.serves and d.submodel, d.decided, d.reason, d.edits, d.lapsed): d for d in rows}
     return list(distinct.values()) or [max(out, key=lambda d: d.already)]
 
 

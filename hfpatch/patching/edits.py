@@ -162,7 +162,7 @@ def set_buffers(
     """
 
     def change(context: Context, target: Target) -> Sequence[Change]:
-        from hfpatch.patching.kinds.set_buffer import SetBuffer, Values
+        from hfpatch.patching.kinds.in_float32.set_buffer import SetBuffer, Values
 
         return [SetBuffer(name, Values(tensor)) for name, tensor in values(context, target).items()]
 
@@ -321,7 +321,7 @@ def in_float32_inside(where: Selection) -> Template:
     """
 
     def change(_context: Context, _target: Target) -> Change:
-        from hfpatch.patching.kinds.in_float32.compute_inside import ComputeInside
+        from hfpatch.patching.kinds.compute_inside import ComputeInside
 
         return ComputeInside()
 
@@ -337,7 +337,7 @@ def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str,
     """
 
     def change(context: Context, target: Target) -> Change:
-        from hfpatch.patching.kinds.in_float32.scale_branch import ScaleBranch
+        from hfpatch.patching.kinds.scale_branch import ScaleBranch
 
         return ScaleBranch(*scale(context, target))
 

@@ -111,8 +111,8 @@ def _wanted(context: Context) -> tuple[FeedForward, ...]:
 def _in_force(part: FeedForward) -> dict[str, Change]:
     """Return the change of a part that is recorded, by its way; empty if there is none."""
     from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
-    from hfpatch.patching.kinds.in_float32.compute_inside import ComputeInside
-    from hfpatch.patching.kinds.in_float32.scale_branch import ScaleBranch
+    from hfpatch.patching.kinds.compute_inside import ComputeInside
+    from hfpatch.patching.kinds.scale_branch import ScaleBranch
     from hfpatch.patching.record import record_at
 
     kinds = {"scaled": ScaleBranch, "inside": ComputeInside, "maps": ComputeInFloat32}

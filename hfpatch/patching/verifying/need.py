@@ -14,7 +14,7 @@ from hfpatch.inspecting.peaks import Peaks, peaks_of
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.wrapping import PARALLEL, unwrap
-from hfpatch.patching.kinds.in_float32.scale_branch import ScaleBranch
+from hfpatch.patching.kinds.scale_branch import ScaleBranch
 from hfpatch.patching.record import logged
 from hfpatch.patching.verifying.answer import prepared
 from hfpatch.patching.verifying.compare import uncompiled
