@@ -47,10 +47,11 @@ SUBJECTS: dict[Name, tuple[type[Subject], str]] = {
     "whisper-base": (Speech, "Whisper base"),
     "minilm-l6": (Sentences, "MiniLM-L6"),
 }
-SCALES = (2**12, 2**8)
+SCALES = (2**8, 2**4)
 """Loss scales where float16 is involved, falling; the first that gives finite gradients is taken."""
 EQUAL, LEAN = 1.5, 1.05
-"""Errors up to this many times the least count as equal: another text would order them otherwise. Memory likewise."""
+"""Up to EQUAL times the least, errors count as equal (another text would order them otherwise); up to LEAN times it,
+memory and time."""
 WORSE = 1.1
 """Errors above this many times stock's, on a model that is healthy in float16, are among the troubles."""
 TIMED = ("forward", "step")
@@ -83,8 +84,9 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
     device, start = torch.device(args.device), time.perf_counter()
-    tokens = args.tokens or (40 if device.type == "cpu" else 128)
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    cpu = device.type == "cpu"
+    tokens = args.tokens or (40 if cpu else 128)
+    machine = cpu_name() if cpu else torch.cuda.get_device_name(device)
     facts = header("Real models, in each way to run them", machine, "torch", "transformers", "hfpatch")
     facts["load average"] = [round(os.getloadavg()[0], 1)]
     facts["models"] = []
@@ -98,7 +100,8 @@ def main() -> None:
     facts["seconds"] = round(time.perf_counter() - start)
     write_json(args.json, facts)
     print("- load average before and after: {}, {}; the run took {} s".format(*facts["load average"], facts["seconds"]))
-    page(facts["models"], cut=device.type == "cpu")
+    absent = cpu or torch.cuda.get_device_capability(device) >= (8, 0)
+    page(facts["models"], *([SMALL] if cpu else []), *([ABSENT] if absent else []))
 
 
 # --- measuring ------------------------------------------------------------------------------------------------
@@ -245,12 +248,15 @@ def order(error: str, equal: str) -> list[str]:
 
 
 def best(rows: Sequence[Row], error: str, size: str, duration: str) -> str | None:
-    """The way with the least error; of those as good, the leanest; of those as lean, the fastest. Float32 is none."""
+    """The way with the least error; of those as good, the leanest; of those as lean, the fastest. Float32 is none.
+
+    Those that are equal in all three are ordered by error again.
+    """
     left = [row for row in rows if row["way"] != FLOAT32.name and math.isfinite(row[error])]
-    for column, factor in ((error, EQUAL), (size, LEAN)):
+    for column, factor in ((error, EQUAL), (size, LEAN), (duration, LEAN)):
         least = min((row[column] for row in left), default=0.0)
         left = [row for row in left if row[column] <= factor * least]
-    return min(left, key=lambda row: row[duration])["way"] if left else None
+    return min(left, key=lambda row: row[error])["way"] if left else None
 
 
 def compared(mine: float, base: float) -> float | None:
@@ -261,8 +267,8 @@ def compared(mine: float, base: float) -> float | None:
 # --- the page -------------------------------------------------------------------------------------------------
 
 
-def page(models: Sequence[dict[str, Any]], *, cut: bool) -> None:
-    """What went wrong, which way is best where, and a table of each model."""
+def page(models: Sequence[dict[str, Any]], *notes: str) -> None:
+    """What went wrong, which way is best where, notes on the run, and a table of each model."""
     print("\n## What went wrong\n")
     print("\n".join(f"- {line}" for line in troubles(models)) or "Nothing.")
     ratios = (
@@ -282,13 +288,12 @@ def page(models: Sequence[dict[str, Any]], *, cut: bool) -> None:
             for m in models
         ],
         "The least error first (KL, or the relative error of embeddings, to run; all gradients to train). Errors up to "
-        f"{EQUAL} times the least count as equal, then memory decides, up to {LEAN} times the least, and then time.",
+        f"{EQUAL} times the least count as equal; then memory decides, then time, each up to {LEAN} times the least.",
         "Patched / stock is float16. `-`: stock is not finite, or nothing was applied, so there is no second time. "
         "Times are medians of pairs, in turn on one model.",
         "KL in nats a token, over real tokens, and relative L2 error of all gradients together, both from the float32 "
         "checkpoint. Step: forward and backward of all parameters. MiB: weights and what the call holds at its peak.",
-        *([SMALL] if cut else []),
-        ABSENT,
+        *notes,
     )
     for m in models:
         pairs = [

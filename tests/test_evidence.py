@@ -67,6 +67,7 @@ def test_nothing_applied(evidence: Any) -> None:
 def test_the_faster_of_two_that_are_as_exact_and_as_lean(evidence: Any) -> None:
     rows = [FLOAT32, row("a", 1e-5, size=100, seconds=2), row("b", 1.4e-5, size=104), row("c", 1.6e-5, seconds=0.1)]
     assert evidence.best(rows, "KL", "forward MiB", "forward s") == "b"
+    assert evidence.best([*rows, row("d", 1.3e-5, seconds=1.04)], "KL", "forward MiB", "forward s") == "d"
     assert evidence.best([FLOAT32, row("a", float("nan"))], "KL", "forward MiB", "forward s") is None
 
 
