@@ -35,13 +35,13 @@ def speech(seconds: float = 3.0) -> Any:
 
 
 def keep_rows(model: Any, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Cut a tied vocabulary, in place, to `rows` rows, those of a text among them; the text in their numbering."""
+    """Cut a vocabulary, in place, to `rows` rows, those of a text among them; the text in their numbering."""
     used = ids.unique()
     rest = torch.arange(1000, 1000 + 2 * rows, device=ids.device)
     kept = torch.cat([used, rest[~torch.isin(rest, used)]])[:rows]
-    table = model.get_input_embeddings().weight[kept].clone()
+    table, head = (part().weight[kept].clone() for part in (model.get_input_embeddings, model.get_output_embeddings))
     model.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
         model.get_input_embeddings().weight.copy_(table)
-    model.tie_weights()
+        model.get_output_embeddings().weight.copy_(head)  # the same rows again, if it is tied
     return torch.searchsorted(used, ids)
