@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hfpatch.testing import tiny_model
 from tests.conftest import ROOT, load_script
+from tests.real.inputs import keep_rows
 
 
 @pytest.fixture
@@ -79,3 +81,15 @@ def test_memory_on_a_cpu_is_that_of_the_tensors_alive_at_once(evidence: Any) -> 
         return len(kept)
 
     assert evidence.memory(torch.device("cpu"), body) == (12_000, 1000)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_cut_vocabulary_leaves_the_logits_of_its_words(tied: bool) -> None:
+    model: Any = tiny_model("qwen2", vocab_size=3000, tie_word_embeddings=tied)
+    ids = torch.tensor([[2999, 7, 1500, 7]])
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits[..., ids.unique()]
+        new = keep_rows(model, ids, 64)
+        cut = model(input_ids=new).logits[..., new.unique()]
+    assert model.get_input_embeddings().num_embeddings == 64
+    assert torch.allclose(whole, cut, atol=1e-6)
