@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+DEVICE ?= cpu
 # bytecode is kept, whatever the shell says: else each worker and each process that a test starts compiles every file
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test quick test-architectures test-browser test-thorough test-real lint clean
+.PHONY: demo test quick test-architectures test-browser test-thorough test-real evidence lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
@@ -33,6 +34,10 @@ test-real: $(VENV)/.installed-real
 	$(BIN)/python tests/real/weights.py
 	$(TEST) $(PARALLEL) -m real tests/real
 
+# the page of evidence: real weights in each way to run them; DEVICE=cuda on a GPU
+evidence: $(VENV)/.installed-evidence
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence.py --device $(DEVICE) --json benchmarks/results/evidence-$(DEVICE).json > benchmarks/results/evidence-$(DEVICE).md
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,6 +56,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-real: $(VENV)/.installed-test requirements-real.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-real.txt
+	touch $@
+
+$(VENV)/.installed-evidence: $(VENV)/.installed-real requirements-evidence.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-evidence.txt
 	touch $@
 
 clean:

@@ -38,23 +38,13 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, kl_div, nll_loss, pad
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers import logging as transformers_logging
+from ways import BF16, FP16, FP32, FP64, Way, clocked, free
 
 import hfpatch
 
-FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BOS = 2
 TARGET_TIME, TARGET_MEMORY = 1.03, 1.05
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run the model."""
-
-    name: str
-    weights: torch.dtype
-    autocast: torch.dtype | None = None
-    patched: bool = False
 
 
 FLOAT32 = Way("fp32 weights", FP32)
@@ -90,10 +80,6 @@ class Setting:
         """The checkpoint in a dtype, as a user loads it (rotary tables stay float32)."""
         model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, attn_implementation=attention)
         return model.to(self.device).eval()
-
-    def region(self, way: Way) -> Any:
-        """The autocast region of a way."""
-        return torch.autocast(self.device.type, dtype=way.autocast) if way.autocast else contextlib.nullcontext()
 
 
 def main() -> None:
@@ -161,7 +147,7 @@ def quality(setting: Setting) -> list[Row]:
         for attention in ("sdpa", "eager"):
             model.set_attn_implementation(attention)
             for way in (w for w in WAYS if w.weights == dtype):
-                with patched(model, way), torch.no_grad(), setting.region(way):
+                with patched(model, way), torch.no_grad(), way.region(setting.device):
                     logits = model(input_ids=ids, use_cache=False).logits
                 rows.append({"attention": attention, "way": way.name, **score(logits, reference, ids)})
                 del logits
@@ -246,7 +232,7 @@ def lora_gradient(setting: Setting, way: Way) -> tuple[torch.Tensor, float]:
     ids = setting.batch()
     scale = 2.0**16 if FP16 in (way.weights, way.autocast) else 1.0
     while True:
-        with setting.region(way):
+        with way.region(setting.device):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         (loss * scale).backward()
         found = torch.cat([p.grad.double().flatten() for _, p in adapters(model) if p.grad is not None]) / scale
@@ -349,7 +335,7 @@ def train(setting: Setting, run: Run, steps: int) -> tuple[list[float], int, flo
     skips = 0
     for step in range(steps):
         ids = setting.batch(step)
-        with setting.region(run.way):
+        with run.way.region(setting.device):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         scaler.scale(loss).backward()
         before = scaler.get_scale()
@@ -467,7 +453,7 @@ def four_billion(setting: Setting, dtype: torch.dtype) -> Any:
 
 def forward(setting: Setting, ids: torch.Tensor, model: Any, way: Way) -> torch.Tensor:
     """One forward pass without gradients; the last logits, copied so that they do not keep all of them alive."""
-    with torch.no_grad(), setting.region(way):
+    with torch.no_grad(), way.region(setting.device):
         return model(input_ids=ids, use_cache=False).logits[:, -1].clone()
 
 
@@ -481,7 +467,7 @@ class LoraStep:
 
     def __call__(self, model: Any, way: Way) -> torch.Tensor:
         """One step; the loss."""
-        with self.setting.region(way):
+        with way.region(self.setting.device):
             loss = model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         if FP16 in (way.weights, way.autocast):
             self.scaler.scale(loss).backward()
@@ -524,22 +510,6 @@ def measure(setting: Setting, model: Any, ways: tuple[Way, ...], body: Callable[
     return rows
 
 
-def clocked(device: torch.device, body: Callable[[], torch.Tensor]) -> tuple[float, float, torch.Tensor]:
-    """Milliseconds, peak GiB and result of one call; no memory figure on a CPU."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        out = body()
-        return (time.perf_counter() - start) * 1e3, 0.0, out
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    begin.record()
-    out = body()
-    end.record()
-    torch.cuda.synchronize(device)
-    return begin.elapsed_time(end), torch.cuda.max_memory_allocated(device) / 2**30, out
-
-
 # --- what it runs on --------------------------------------------------------------------------------------
 
 
@@ -574,13 +544,6 @@ def tiny_checkpoint(folder: str) -> str:
             weight.data.fill_(12000.0)
     model.save_pretrained(folder)
     return folder
-
-
-def free(device: torch.device) -> None:
-    """Give memory back."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

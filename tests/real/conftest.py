@@ -1,4 +1,4 @@
-"""The real checkpoints and one pinned text, for every test in this folder."""
+"""The real checkpoints and the tokens of one pinned text, for every test in this folder."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers import AutoTokenizer
 
+from tests.real.inputs import TEXT
 from tests.real.weights import checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-TEXT = (
-    "The harbour was quiet when the first boats came back in the early morning. Two men carried the nets "
-    "to the wall and spread them out to dry, while a boy counted the fish and wrote the numbers in a small "
-    "book. By noon the market was full of people, and most of the catch had been sold. In the afternoon the "
-    "wind turned to the north and the water grew rough, so the men who had meant to go out again stayed at "
-    "home and mended their sails. An old woman who had lived by the sea all her life said that it would snow "
-    "before the end of the week, and nobody laughed, because she had been right the year before."
-)
 
 
 @pytest.fixture(scope="session")

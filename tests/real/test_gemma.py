@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hfpatch
+from tests.real.inputs import keep_rows
 
 pytestmark = pytest.mark.real
 
@@ -32,18 +33,10 @@ def sliced(master: Any, gemma_tokens: dict[str, torch.Tensor]) -> tuple[Any, tor
 
     A half-precision backward through 262,144 rows takes most of a minute on a CPU.
     """
-    ids = gemma_tokens["input_ids"]
-    used = ids.unique()
-    rest = torch.arange(1000, 1000 + 2 * ROWS)
-    rows = torch.cat([used, rest[~torch.isin(rest, used)]])[:ROWS]
     model = copy.deepcopy(master)
-    table = model.get_input_embeddings().weight[rows].clone()
-    model.resize_token_embeddings(ROWS, mean_resizing=False)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(table)
-    model.tie_weights()
+    ids = keep_rows(model, gemma_tokens["input_ids"], ROWS)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    return model, torch.searchsorted(used, ids)
+    return model, ids
 
 
 def fix(model: Any) -> hfpatch.Applied:

@@ -16,7 +16,7 @@ from hfpatch.errors import GuardStop
 from hfpatch.guarding.callback import GuardCallback
 from hfpatch.guarding.guard import Guard
 from hfpatch.guarding.outcome import Reason
-from tests.real.conftest import TEXT
+from tests.real.inputs import TEXT
 
 pytestmark = pytest.mark.real
 

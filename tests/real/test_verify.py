@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,26 +17,12 @@ from transformers import (
 )
 
 import hfpatch
+from tests.real.inputs import RATE, speech
 
 pytestmark = pytest.mark.real
 
-RATE = 16_000
 FRAMES = 64
 """Positions of Whisper's encoder that the speech LLM keeps."""
-
-
-def speech(seconds: float = 3.0) -> Any:
-    """Vowels, by three formants over a falling voice, with pauses: float32 samples."""
-    rng = np.random.default_rng(0)
-    time = np.arange(int(RATE * seconds)) / RATE
-    phase = 2 * np.pi * np.cumsum(120 - 8 * time) / RATE
-    out = np.zeros_like(time)
-    for at, formants in enumerate(((730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480))):
-        inside = np.clip(1 - np.abs((time - 0.4 - 0.7 * at) / 0.25), 0, None)
-        for harmonic in range(1, 30):
-            loud = sum(np.exp(-(((120 * harmonic - f) / 120) ** 2)) for f in formants)
-            out += inside * loud * np.sin(harmonic * phase)
-    return (out / np.abs(out).max() + 1e-3 * rng.standard_normal(len(out))).astype(np.float32)
 
 
 @pytest.fixture(scope="module")

