@@ -152,15 +152,22 @@ def _tried(finding: Finding, model: object, ids: tuple[str, ...], run: Callable[
         failed.append(f"{' and '.join(patches)}, tried on this call: {outcome.fault or outcome.raised}")
         if (left := outcome.finding) is not None:
             union |= {*_runnable(_reaching(_decisions(left, model), left, model))}
-    if left is not None and left.symptom in TOO_LARGE:
+    if left is not None and left.symptom in TOO_LARGE and _may_be_measured(union, left, model):
         patches = tuple(sorted(union))
         outcome = run(patches, measured=True)
+        line = f"hfpatch.apply(model, only={list(patches)}, batch=batch)"
         if outcome.finite:
-            line = f"hfpatch.apply(model, only={list(patches)}, batch=batch)"
             where = "with batch= the arguments of this call"
             return Answer((f"tried on this call: {_finite(finding, outcome)}: {line}, {where}",), tried=True)
-        failed.append(f"the same with batch=, tried on this call: {outcome.fault or outcome.raised}")
+        if outcome.raised:
+            return Answer((*failed, f"not tried ({outcome.raised}): {line}, which measures how much is needed"))
+        failed.append(f"the same with batch=, tried on this call: {outcome.fault}")
     return Answer((*failed, "No patch that is known cures it here."))
+
+
+def _may_be_measured(ids: Collection[str], left: Finding, model: object) -> bool:
+    """True if one of these patches is opt-in: what it does may depend on a need that a batch shows."""
+    return any(d.decided == "opt-in" and d.patch in ids for d in _decisions(left, model))
 
 
 def _finite(finding: Finding, outcome: Outcome) -> str:
