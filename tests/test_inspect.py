@@ -548,7 +548,7 @@ def test_deepseek_v3_costs_a_few_bare_builds(tmp_path: Path) -> None:
             transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
 
     bare()  # imports, and what is made once
-    assert calls(lambda: hfpatch.inspect(tmp_path)) < 4 * calls(bare)
+    assert calls(lambda: hfpatch.inspect(tmp_path)) < 5 * calls(bare)
     tracemalloc.start()
     try:
         assert hfpatch.inspect(tmp_path).parameters == 671_026_404_352

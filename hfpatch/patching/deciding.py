@@ -89,7 +89,11 @@ def considered(entry: Entry, context: Context) -> bool:
         return submodel.architecture in entry.tried
     from transformers import CONFIG_MAPPING
 
+    from hfpatch.model.embed import find_embedding
     from hfpatch.model.roles import own_class
+
+    if any(case.branches for case in entry.patch.repros) and find_embedding(submodel.model) is None:
+        return False  # such a case runs on token ids, so it can prove nothing of a tower
 
     theirs = not own_class(submodel.model).__module__.startswith("transformers.")
     return theirs or submodel.architecture in CONFIG_MAPPING

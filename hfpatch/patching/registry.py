@@ -75,8 +75,10 @@ class Entry:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """The `model_type`s that the patch supports: declared or proved; `*` for all."""
-        return self.patch.architectures or self.proved
+        """The `model_type`s that it supports: declared, or proved of it and of the patches it needs; `*` for all."""
+        needed = [get(name) for name in self.patch.needs]
+        names = self.patch.architectures or self.proved
+        return tuple(name for name in names if all(entry.serves(name) for entry in needed))
 
     def serves(self, architecture: str) -> bool:
         """True if the patch supports this `model_type`."""
