@@ -132,7 +132,8 @@ def live(entry: registry.Entry, case: Case) -> None:
 
     fix = hfpatch.apply(model, only=entry.id, verbose=False)
     assert [(e.path, e.slot) for e in fix.edits] == [(e.path, e.slot) for e in made.edits]
-    assert len(hfpatch.status(model).records) == len({(e.path, e.slot) for e in made.edits})  # patches may share one
+    places = {(e.path, e.slot) for e in made.edits}  # patches may share an edit
+    assert len(places) <= len(hfpatch.status(model).records) <= len(made.edits)
     if {d.effect for d in made.of("applied")} != {"adds-parameters"}:
         assert list(model.state_dict()) == state
     patched = fingerprint(model)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import RefusedError
+from hfpatch.model.walk import inside
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.decision import Decision
 from hfpatch.patching.edits import Edit
@@ -68,8 +69,15 @@ def decide(
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
     # Submodels for which there is nothing to do get no row each, unless a run showed it
     rows = [d for d in out if d.decided != "not needed" or d.lapsed or d.code == "harmless"]
+    rows = [d for d in rows if not (d.code == "no-such-place" and _around_served(d, out))]
     distinct = {(patch.serves and d.submodel, d.decided, d.reason, d.edits, d.lapsed): d for d in rows}
     return list(distinct.values()) or [max(out, key=lambda d: d.already)]
+
+
+def _around_served(decision: Decision, others: Iterable[Decision]) -> bool:
+    """True if a submodel contains another one that a patch has not refused."""
+    found = (o.submodel for o in others if o.decided != "refused" and o.submodel != decision.submodel)
+    return any(inside(path, decision.submodel) for path in found if path and decision.submodel is not None)
 
 
 def considered(entry: Entry, context: Context) -> bool:
