@@ -215,9 +215,8 @@ def patch_row(patch_id: str) -> Cell:
         return Cell(patch_id, "nothing", "before", "not run", f"{entry.patch.repros[0]}: needs a GPU")
     model = build(case).model
     before = fingerprint(model)
-    fix = hfpatch.apply(
-        model, include=patch_id, exclude=[i for i in registry.entries() if i != patch_id], verbose=False
-    )
+    others = [name for name in registry.entries() if name not in {patch_id, *entry.patch.needs}]
+    fix = hfpatch.apply(model, include=patch_id, exclude=others, verbose=False)
     words = {e.state.word for e in fix.status().edits}
     hfpatch.revert(model)
     fine = bool(fix.edits) and words == {"here"} and fingerprint(model) == before
