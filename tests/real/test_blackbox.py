@@ -49,7 +49,7 @@ def test_gemma_overflows_in_float16(gemma_dir: Path, gemma_tokens: dict[str, Ten
     assert found["reproduced"] is True
     finding = found["replayed"]["finding"]
     assert (finding["operation"], finding["module"]) == ("residual add", "model.layers.7")
-    assert found["advice"] == ["try: hfpatch.apply(model, only=['fp16-residual-overflow'])"]
+    assert found["advice"] == ["tried on this call: finite: hfpatch.apply(model, only=['fp16-residual-overflow'])"]
     assert found["notes"] == []
 
 

@@ -64,7 +64,8 @@ def test_verify_on_the_real_weights(attention: str, master: Any, gemma_tokens: d
     model.set_attn_implementation(attention)
     fixed = fix(model)
     logits = {"fp32-attention-logits"} if attention == "eager" else set()
-    assert {d.patch for d in fixed.plan.of("applied")} == {"fp16-residual-overflow"} | logits
+    # .half() rounded the rotary tables
+    assert {d.patch for d in fixed.plan.of("applied")} == {"fp16-residual-overflow", "fp32-buffers"} | logits
     tokens = gemma_tokens if attention == "sdpa" else {k: v[:, :48] for k, v in gemma_tokens.items()}
     proof = fixed.verify(tokens)
     print(f"\n{attention}\n{proof}")

@@ -56,7 +56,10 @@ def test_smollm_is_not_alarmed_about(smollm_dir: Path, smollm_tokens: dict[str, 
     assert t.first_bad is None
     assert t.intentional == []
     assert t.headroom("float16").overflows == ()
-    assert forward(model.half(), smollm_tokens, level="blocks").first_bad is None
+    model = load(smollm_dir, torch.float16)
+    assert forward(model, smollm_tokens, level="blocks").first_bad is None
+    cast = forward(load(smollm_dir, torch.float32).half(), smollm_tokens, level="blocks")
+    assert [f.symptom for f in cast.findings] == ["cast-buffer"]
 
 
 def test_smollm_trained_with_a_bad_batch(smollm_dir: Path, smollm_tokens: dict[str, Tensor]) -> None:
