@@ -1,8 +1,8 @@
 """Every patch x every architecture it names: a new patch is tested the moment its file exists.
 
 `make quick` tries the first case of each list of each patch, and the life of a patch on the first architecture that has
-each kind of edit. `make test` tries all but overflowing streams that differ from others by a name alone, and `make
-test-architectures` those.
+each kind of edit. `make test` tries all but streams and branches that overflow in architectures that differ from others
+by a name alone: `hfpatch prove` has run these, and `test_proofs.py` runs some of them again.
 """
 
 from __future__ import annotations
@@ -41,18 +41,16 @@ def here(case: Case) -> bool:
 
 def sampled(case: Case) -> bool:
     """True if `make test` tries it."""
-    return not case.overflow or case.architecture in OF_EACH_KIND
+    return not (case.overflow or case.branches) or case.architecture in OF_EACH_KIND
 
 
 def params(entry: registry.Entry, cases: Iterable[Case], name: Callable[[Case], str] = str) -> list[Any]:
     """One for each case; all are slow but the first that can be tried."""
-    cases = list(cases)
-    first = next((case for case in cases if sampled(case) and here(case)), None)
+    cases = [case for case in cases if sampled(case)]
+    first = next(filter(here, cases), None)
     out: list[Any] = []
     for case in cases:
         marks = [] if here(case) else [pytest.mark.skip(reason=f"{case} needs a CUDA device")]
-        if not sampled(case):
-            marks.append(pytest.mark.architectures)
         if case is not first:
             marks.append(pytest.mark.slow)
         out.append(pytest.param(entry, case, id=f"{entry.id}-{name(case)}", marks=marks))
@@ -65,6 +63,8 @@ def lives(entry: registry.Entry) -> list[Case]:
     out: list[Case] = []
     for name in names:
         like = next((c for c in repros(entry) if c.architecture == name), entry.patch.repros[0])
+        if not sampled(replace(like, architecture=name)):
+            continue
         config = like.config if like.architecture == name else {}
         if any((c.architecture, c.dtype, c.cls) == (name, like.dtype, None) for c in entry.patch.leaves_alone):
             continue
