@@ -4,7 +4,7 @@ about every stack of layers in float16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -121,16 +121,17 @@ def foretold(found: Headroom, model: object) -> tuple[str, ...]:
 
 def stream_decisions(model: object, dtype: str) -> list[Decision]:
     """Return the decisions on the patches for the residual stream, as planned for a dtype."""
-    entries = registry.entries()
-    wanted = {name for name, entry in entries.items() if SYMPTOM in entry.patch.answers}
-    return list(plan(model, exclude=entries.keys() - wanted, compute_dtype=dtype).decisions)
+    return _planned(model, dtype, {n for n, entry in registry.entries().items() if SYMPTOM in entry.patch.answers})
 
 
 def _inner_decisions(model: object, dtype: str) -> list[Decision]:
     """Return the decisions on the patches for values inside a branch, as planned for a dtype."""
-    entries = registry.entries()
-    wanted = {name for name, entry in entries.items() if "overflow" in entry.patch.answers_where_it_edits}
-    return list(plan(model, exclude=entries.keys() - wanted, compute_dtype=dtype).decisions)
+    entries = registry.entries().items()
+    return _planned(model, dtype, {n for n, entry in entries if "overflow" in entry.patch.answers_where_it_edits})
+
+
+def _planned(model: object, dtype: str, patches: Set[str]) -> list[Decision]:
+    return list(plan(model, exclude=registry.entries().keys() - patches, compute_dtype=dtype).decisions)
 
 
 def _editing(module: str, decisions: Iterable[Decision]) -> str:

@@ -174,7 +174,7 @@ class Judge:
             squares = squares * self._shares(weights, device)
         if len(places) != len(self.parameters):
             none = torch.zeros(len(self.parameters), dtype=real, device=device)
-            squares = none.index_copy(0, self._index(places, device), squares) if grads else none
+            squares = none.index_copy(0, self._constants(places, device), squares) if grads else none
         head = window.figures(
             self._losses, self._empties, self._told, self._ruined, self.world, real, self._constants, device
         )
@@ -333,11 +333,7 @@ class Judge:
             return torch.zeros(len(self.parameters), device=self._losses[-1].device)
         norms = tensor_norms([g for _, g in grads])
         empty = torch.zeros(len(self.parameters), dtype=norms.dtype, device=norms.device)
-        return empty.index_copy(0, self._index(tuple(i for i, _ in grads), norms.device), norms)
-
-    def _index(self, places: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return indices as a tensor."""
-        return self._constants(places, device)
+        return empty.index_copy(0, self._constants(tuple(i for i, _ in grads), norms.device), norms)
 
     def _shares(self, weights: tuple[float, ...], device: torch.device) -> float | Tensor:
         return weights[0] if len(set(weights)) == 1 else self._constants(weights, device)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hfpatch.compat.optimizers import skips_itself
 from hfpatch.errors import InputError
-from hfpatch.guarding.checks import check, outside, trained_parameters
+from hfpatch.guarding.checks import check, outside, parameters_by_id, trained_parameters
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 
@@ -37,7 +37,7 @@ def update_parameters(judge: Judge, model: nn.Module, optimizer: torch.optim.Opt
     Raises:
         InputError: See `hfpatch.guarding.checks.check`.
     """
-    if {id(p) for group in optimizer.param_groups for p in group["params"]} != judge.ids:
+    if parameters_by_id(optimizer).keys() != judge.ids:
         parameters = trained_parameters(model, optimizer)
         check(model, optimizer, parameters, scaled=scaled)
         judge.set_parameters(parameters)

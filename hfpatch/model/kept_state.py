@@ -105,9 +105,13 @@ def is_own(value: object) -> bool:
     return not plain and cls.__module__.partition(".")[0] not in _KNOWN
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """True if a tensor holds so many integers that it must be packed weights."""
+    return not tensor.is_floating_point() and tensor.numel() > PACKED
+
+
 def _copied(tensor: torch.Tensor) -> bool:
-    packed = not tensor.is_floating_point() and tensor.numel() > PACKED
-    return not tensor.is_meta and not packed and tensor.nbytes < LARGE
+    return not tensor.is_meta and not is_packed(tensor) and tensor.nbytes < LARGE
 
 
 def _holds_state(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.modules import buffers, scales_weights
-from hfpatch.model.kept_state import PACKED, state_as_before
+from hfpatch.model.kept_state import is_packed, state_as_before
 
 _RUNNING: ContextVar[bool] = ContextVar("hfpatch_on_trial", default=False)
 
@@ -63,8 +63,7 @@ def _copy_buffers(model: nn.Module) -> None:
     for module in model.modules():
         held = buffers(module)
         for name, buffer in held.items():
-            packed = buffer is not None and not buffer.is_floating_point() and buffer.numel() > PACKED
-            if buffer is not None and not buffer.is_meta and not packed:
+            if buffer is not None and not buffer.is_meta and not is_packed(buffer):
                 if buffer not in copies:
                     copies[buffer] = buffer.detach().clone()
                 held[name] = copies[buffer]
