@@ -21,6 +21,7 @@ import hfpatch
 from hfpatch.errors import InputError
 from hfpatch.testing import example_inputs, tiny_model
 from tests.interrupts import AtOperation
+from tests.sampling import first_quick
 from tests.test_check import IDS, kwargs_name, one
 
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -281,7 +282,7 @@ def test_a_restless_model_is_put_back() -> None:
     assert (model.calls, model.losses, model.table) == (0, [], {"a": 1})
 
 
-@pytest.mark.parametrize("make", [Restless, adapted], ids=["restless", "adapter"])
+@pytest.mark.parametrize("make", first_quick([Restless, adapted]), ids=["restless", "adapter"])
 def test_ctrl_c_at_an_operation_leaves_nothing(make: Any) -> None:
     """Forward, backward, the step with noise and the runs without a graph."""
     args = {"gradient_accumulation_steps": 4, **REENTRANT}
