@@ -8,14 +8,16 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-import inspect
 import json
+import linecache
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
+from inspect import unwrap
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -37,9 +39,16 @@ SLOW = ("ranks", "packaging", "notebooks", "heatmap", "foreign_hooks", "readme",
 
 
 @cache
-def starts_processes(function: Callable[..., object]) -> bool:
-    source = inspect.getsource(function)
+def starts_processes(function: FunctionType) -> bool:
+    """True if a test's source has one of `STARTS`. Lines are counted, not parsed: there are thousands of tests."""
+    code: CodeType = unwrap(function).__code__
+    source = "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last_line(code)])
     return any(word in source for word in STARTS)
+
+
+def last_line(code: CodeType) -> int:
+    inner = (last_line(each) for each in code.co_consts if isinstance(each, CodeType))
+    return max(*(line or 0 for _, _, line in code.co_lines()), *inner, 0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

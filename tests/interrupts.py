@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of apply and of revert: what stays, and whether the next revert cleans it.
+"""Ctrl-C at an operation, and at every line of apply and of revert: what stays, and whether the next revert cleans it.
 
 `python -m tests.interrupts` tries every line of every kind of edit and prints the counts.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import hfpatch
+from hfpatch.compat.operators import DispatchMode
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
 from hfpatch.patching.apply import carry_out
 from hfpatch.patching.record import records_of
@@ -77,6 +78,20 @@ SUBJECTS: dict[str, Subject] = {
         lambda: COMPOSITES["modulated"](tiny_model("llama", num_hidden_layers=1)), "sigmoid-modulation"
     ),
 }
+
+
+class AtOperation(DispatchMode):
+    """Ctrl-C at the n-th operation of torch that runs in this mode; at none for 0, and `left` is minus their number."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
 
 
 class Interrupt:

@@ -24,7 +24,6 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import hfpatch
 from hfpatch.blackbox import BlackBox
-from hfpatch.compat.operators import DispatchMode
 from hfpatch.guarding.guard import Guard
 from hfpatch.lab.composites_lora import peft_qv
 from hfpatch.lab.example import example_inputs
@@ -38,6 +37,7 @@ from hfpatch.patching.language import Case, Needed, Patch
 from hfpatch.patching.verifying.trial import inputs_of
 from tests.conftest import OVERFLOWING
 from tests.fingerprint import fingerprint
+from tests.interrupts import AtOperation
 
 STREAM = "fp16-residual-overflow"
 CURED = f"tried on this call: finite: hfpatch.apply(model, only=['{STREAM}'])"
@@ -534,30 +534,19 @@ class TestNothingIsLeft:
     def test_an_interruption(self, gemma: Any, ids: torch.Tensor) -> None:
         """Ctrl-C at one operation after the other, of the diagnosis and of the trials."""
 
-        class Interrupt(DispatchMode):
-            def __init__(self, at: int) -> None:
-                super().__init__()
-                self.left = at
-
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                self.left -= 1
-                if self.left == 0:
-                    raise KeyboardInterrupt
-                return func(*args, **(kwargs or {}))
-
-        def run(mode: Interrupt) -> None:
+        def run(mode: AtOperation) -> None:
             with hfpatch.trace(gemma) as t, torch.no_grad():
                 gemma(ids)
                 with mode:
                     assert t.first_bad is not None
 
-        counter = Interrupt(0)
+        counter = AtOperation(0)
         run(counter)
         every = -counter.left
         before, random = fingerprint(gemma), torch.get_rng_state()
         for at in range(1, every, every // 6):
             with pytest.raises(KeyboardInterrupt):
-                run(Interrupt(at))
+                run(AtOperation(at))
             assert fingerprint(gemma) == before
             assert torch.equal(torch.get_rng_state(), random)
         assert hfpatch.status(gemma).patches == ()

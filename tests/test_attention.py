@@ -26,7 +26,7 @@ from hfpatch.model.survey import Survey
 from hfpatch.numerics import attention_functions as attention
 from hfpatch.numerics.attention_functions import differs_from_eager, fp32_logits_attention, sdpa_without_cudnn
 from tests.fingerprint import fingerprint
-from tests.sampling import first_quick
+from tests.sampling import first_quick, slow
 
 FP32 = "fp32-attention-logits"
 EAGER = "eager-attention"
@@ -143,7 +143,7 @@ RUN = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "g
        "qwen3_moe", "olmo2", "cohere2", "granite", "granite_swa"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", first_quick(RUN, every=3))
+@pytest.mark.parametrize("name", [n if n in ("llama", "gemma2", "gpt_oss") else slow(n) for n in RUN])
 def test_same_logits_as_eager_attention_in_float32(name: str, ids: torch.Tensor) -> None:
     """Soft-caps, sinks, sliding windows (8 of 24 tokens), grouped heads, padding, both caches, generation."""
     model: Any = tiny_model(name)
@@ -546,7 +546,7 @@ def _seq2seq(name: str) -> Any:
     return EncoderDecoderModel(config=config)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "encoder-decoder"])
+@pytest.mark.parametrize("name", first_quick(["t5", "bart", "whisper", "encoder-decoder"]))
 def test_every_config_of_an_encoder_decoder_goes_back(name: str) -> None:
     model = _seq2seq(name).half().eval()
     model.set_attn_implementation("eager")

@@ -23,6 +23,7 @@ from hfpatch.guarding.callback import GuardCallback
 from hfpatch.guarding.guard import Guard
 from hfpatch.lab.tiny import rescale, tiny_model
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 from tests.test_guard import everything
 from tests.test_guard_trainer import Watch as Weights
 from tests.test_guard_trainer import rows, same, trainer, untouched
@@ -84,7 +85,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any], tu
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", first_quick([False, True]))
 def test_a_bad_batch_is_recorded_and_its_bundle_reproduces_the_finding(
     kind: str, on_device: bool, tmp_path: Path, ids: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from hfpatch.lab.tiny import rescale, tiny_model
 from hfpatch.numerics.float32_inside import Float32Inside, for_float32_inside, plain
 from hfpatch.patching.verifying.need import measure
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick, slow
 from tests.test_cli import hfpatch as hfpatch_cli
 from tests.test_trace_cli import save
 
@@ -80,7 +81,7 @@ def of(plan: Any, patch: str = ID) -> Any:
     return decision
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", [n if n in ("llama", "gpt2", "opt") else slow(n) for n in KINDS])
 def test_outputs_and_gradients_are_those_of_float32(architecture: str) -> None:
     master, model = overflowing(architecture), half(architecture)
     exact, true = logits(master), gradients(copy.deepcopy(master))
@@ -108,10 +109,10 @@ def lora(model: Any, dtype: torch.dtype, **words: Any) -> Any:
     return adapted
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("autocast", first_quick([False, True]), ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("first", ["adapter first", "patch first"])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", first_quick(["llama", "gpt2"]))
 def test_adapters_of_the_maps(architecture: str, first: str, dtype: torch.dtype, autocast: bool) -> None:
     exact = logits(lora(copy.deepcopy(overflowing(architecture)), torch.float32))
     assert error(logits(overflowing(architecture)), exact) > 0.5  # the adapter does a lot
@@ -164,7 +165,7 @@ def test_compiled(architecture: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("way", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("way", first_quick(["eager", "batched_mm", "grouped_mm"]))
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
 def test_experts_in_each_implementation(architecture: str, way: str) -> None:
     """gpt-oss clamps before its product, so there only what the last weights write can pass."""

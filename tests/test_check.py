@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -573,26 +574,33 @@ def test_the_log_hides_a_nan_where_one_may_come(tmp_path: Path) -> None:
     )
 
 
-def healthy() -> dict[str, tuple[Any, dict[str, Any]]]:
+def smollm() -> Any:
     llama: Any = LlamaConfig(vocab_size=64, num_key_value_heads=2, tie_word_embeddings=True, **SMALL)
-    smollm = build_on_meta(llama).to_empty(device="cpu")
-    smollm.init_weights()
-    return {
-        "LoRA in bfloat16": (lora(smollm, torch.bfloat16), {"bf16": True}),
-        "LoRA, defaults": (lora(tiny_model("llama"), torch.bfloat16), {}),
-        "float32": (tiny_model("llama"), {}),
-        "float16 autocast": (tiny_model("llama"), {"fp16": True}),
-        "float16 autocast, accumulation": (lora(tiny_model("qwen2")), {"fp16": True, "gradient_accumulation_steps": 8}),
-        "checkpointed": (lora(tiny_model("llama")), {"gradient_checkpointing": True, "bf16": True}),
-        "gemma": (tiny_model("gemma3_text"), {"bf16": True, "gradient_accumulation_steps": 4}),
-        "gpt2": (tiny_model("gpt2"), {"gradient_accumulation_steps": 4}),
-    }
+    model = build_on_meta(llama).to_empty(device="cpu")
+    model.init_weights()
+    return model
 
 
-@pytest.mark.parametrize("kind", healthy())
+HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "LoRA in bfloat16": (lambda: lora(smollm(), torch.bfloat16), {"bf16": True}),
+    "LoRA, defaults": (lambda: lora(tiny_model("llama"), torch.bfloat16), {}),
+    "float32": (lambda: tiny_model("llama"), {}),
+    "float16 autocast": (lambda: tiny_model("llama"), {"fp16": True}),
+    "float16 autocast, accumulation": (
+        lambda: lora(tiny_model("qwen2")),
+        {"fp16": True, "gradient_accumulation_steps": 8},
+    ),
+    "checkpointed": (lambda: lora(tiny_model("llama")), {"gradient_checkpointing": True, "bf16": True}),
+    "gemma": (lambda: tiny_model("gemma3_text"), {"bf16": True, "gradient_accumulation_steps": 4}),
+    "gpt2": (lambda: tiny_model("gpt2"), {"gradient_accumulation_steps": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
 @pytest.mark.parametrize("batched", [False, True])
 def test_no_false_alarm(kind: str, batched: bool, tmp_path: Path) -> None:
-    model, settings = healthy()[kind]
+    make, settings = HEALTHY[kind]
+    model = make()
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)} if batched else None
     for args in (settings, arguments(tmp_path, **settings)):
         assert not check(model, args, batch=batch), str(check(model, args, batch=batch))

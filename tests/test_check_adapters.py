@@ -12,6 +12,7 @@ from torch import nn
 
 import hfpatch
 from hfpatch.testing import tiny_model
+from tests.sampling import slow
 from tests.test_check import IDS, kwargs_name, one
 
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -45,10 +46,10 @@ def trained_by(model: nn.Module, steps: int = 3) -> set[str]:
     [
         {},
         {"use_dora": True},
-        {"use_rslora": True},
-        {"lora_dropout": 0.3},
-        {"init_lora_weights": "olora"},
-        {"init_lora_weights": "pissa"},
+        slow({"use_rslora": True}),
+        slow({"lora_dropout": 0.3}),
+        slow({"init_lora_weights": "olora"}),
+        slow({"init_lora_weights": "pissa"}),
         {"target_modules": ["embed_tokens", "q_proj"]},
         {"modules_to_save": ["lm_head"]},
     ],

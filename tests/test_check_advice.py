@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hfpatch
 from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.testing import example_inputs, tiny_model
+from tests.sampling import first_quick, slow
 from tests.test_check import IDS, kwargs_name, one
 
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -86,9 +87,9 @@ def test_inputs_that_require_gradients_are_tried_where_the_other_kind_raises() -
     ("architecture", "tensor", "embedding"),
     [
         ("kosmos-2", "inputs_embeds", "text_model.model.embed_tokens"),
-        ("blip", "embeddings", "text_decoder.bert.embeddings.word_embeddings"),
-        ("git", "embeddings", "git.embeddings.word_embeddings"),
-        ("udop", "inputs_embeds", "encoder.embed_tokens"),
+        slow("blip", "embeddings", "text_decoder.bert.embeddings.word_embeddings"),
+        slow("git", "embeddings", "git.embeddings.word_embeddings"),
+        slow("udop", "inputs_embeds", "encoder.embed_tokens"),
     ],
 )
 def test_a_write_into_an_embedding(architecture: str, tensor: str, embedding: str) -> None:
@@ -243,7 +244,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_quick(CASES, every=3))
 def test_a_check_costs_three_steps_and_a_half_at_most(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, batch = CASES[case]()
     counter = Counter(model, monkeypatch)

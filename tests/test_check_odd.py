@@ -18,9 +18,10 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hfpatch
-from hfpatch.compat.operators import DispatchMode
 from hfpatch.errors import InputError
 from hfpatch.testing import example_inputs, tiny_model
+from tests.interrupts import AtOperation
+from tests.sampling import first_quick
 from tests.test_check import IDS, kwargs_name, one
 
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -281,25 +282,11 @@ def test_a_restless_model_is_put_back() -> None:
     assert (model.calls, model.losses, model.table) == (0, [], {"a": 1})
 
 
-class Interrupt(DispatchMode):
-    """Ctrl-C at one of the operations."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.left = at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("make", [Restless, adapted], ids=["restless", "adapter"])
+@pytest.mark.parametrize("make", first_quick([Restless, adapted]), ids=["restless", "adapter"])
 def test_ctrl_c_at_an_operation_leaves_nothing(make: Any) -> None:
     """Forward, backward, the step with noise and the runs without a graph."""
     args = {"gradient_accumulation_steps": 4, **REENTRANT}
-    counter = Interrupt(0)
+    counter = AtOperation(0)
     model = make()
     with counter:
         hfpatch.check(model, args, batch=BATCH)
@@ -307,7 +294,7 @@ def test_ctrl_c_at_an_operation_leaves_nothing(make: Any) -> None:
     before = state(model)
     raised = 0
     for at in range(1, every, max(every // 20, 1)):
-        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+        with pytest.raises(KeyboardInterrupt), AtOperation(at):
             hfpatch.check(model, args, batch=BATCH)
         same(before, state(model))
         raised += 1

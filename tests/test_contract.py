@@ -1,14 +1,12 @@
 """Every patch x every architecture it names: a new patch is tested the moment its file exists.
 
 `make quick` tries the first case of each list of each patch, and the life of a patch on the first architecture that has
-each kind of edit. `make test` tries all but streams and branches that overflow in architectures that differ from others
-by a name alone: `hfpatch prove` has run these, and `test_proofs.py` runs some of them again.
+each kind of edit. `make test` tries all, but streams and branches that overflow on one architecture of each kind; `make
+test-architectures` tries these on each architecture for which they are proved (`architectures/test_contract_sweep.py`).
 """
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,16 +18,14 @@ import hfpatch
 from hfpatch.lab.tiny import COMPOSITES, tiny_model
 from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, Case
+from hfpatch.patching.proofs.prove import most_error
 from hfpatch.patching.verifying.proving import repros, try_case
 from hfpatch.patching.verifying.trial import build
-from tests.fingerprint import fingerprint
+from tests.lives import live
 
 SAMPLE = ("llama", "gemma3_text", "qwen2", "gpt2", "gemma3")
 """What stands for "every architecture" here."""
-OF_EACH_KIND = (
-    *("gemma3_text", "llama", "phi3", "cohere", "granite", "mixtral", "qwen3_next"),
-    *("gpt2", "falcon", "bloom", "opt", "mbart", "whisper", "qwen2_vl_text"),
-)
+OF_EACH_KIND = ("gemma3_text", "phi3", "cohere", "mixtral", "qwen3_next", "gpt2", "whisper", "qwen2_vl_text")
 """What stands for the many whose residual stream overflows: sandwich and parallel norms, encoders and decoders, ..."""
 
 ENTRIES = registry.entries()
@@ -78,14 +74,6 @@ NEGATIVES = [p for e in ENTRIES.values() for p in params(e, e.patch.leaves_alone
 PAIRS = [p for e in ENTRIES.values() for p in params(e, lives(e), lambda case: case.architecture)]
 
 
-def shape_of(print_: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint without identities, to compare a copy with the original."""
-    return {
-        path: (m["class"], m["keys"], [k for k, _ in m["parameters"]], {h: len(v) for h, v in m["hooks"].items()})
-        for path, m in print_.items()
-    }
-
-
 @pytest.mark.parametrize(("entry", "case"), REPROS)
 def test_repro_shows_the_symptom_and_the_patch_cures_it(entry: registry.Entry, case: Case) -> None:
     result = try_case(entry, case, "repro")
@@ -101,68 +89,39 @@ def test_leaves_alone_what_it_must(entry: registry.Entry, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("entry", "case"), PAIRS)
 def test_life_of_a_patch(entry: registry.Entry, case: Case) -> None:
-    live(entry, case)
+    lived(entry, case)
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES.values() if any(map(here, repros(e)))], ids=lambda e: e.id)
 def test_life_of_each_kind_of_edit(entry: registry.Entry) -> None:
     """On the first architecture, of those that stand for others, in which the patch makes edits of a kind."""
-    lived: set[tuple[type, type]] = set()
+    seen: set[tuple[type, type]] = set()
     for case in filter(sampled, (*lives(entry), *repros(entry))):
         made = hfpatch.plan(build(replace(case, overflow=False)).model, only=entry.id)
         kinds = {(type(edit.change), type(edit.after)) for edit in made.edits}
-        if not kinds <= lived:
-            live(entry, case)
-            lived |= kinds
-        if len(lived) >= len(entry.patch.edits):
+        if not kinds <= seen:
+            lived(entry, case)
+            seen |= kinds
+        if len(seen) >= len(entry.patch.edits):
             break
-    assert lived
+    assert seen
 
 
-def live(entry: registry.Entry, case: Case) -> None:
-    """Plan changes nothing; apply does exactly the plan; twice is once; revert restores all; copies revert alone."""
+def lived(entry: registry.Entry, case: Case) -> None:
     for each in (case, *(c for c in repros(entry) if c.architecture == case.architecture)):  # weights may decide
         model = build(replace(each, overflow=False)).model
-        before, state = fingerprint(model), list(model.state_dict())
-        made = hfpatch.plan(model, only=entry.id)
-        assert fingerprint(model) == before
-        if made.edits:
+        if hfpatch.plan(model, only=entry.id).edits:
             break
-    assert made.edits, made.decisions
-
-    fix = hfpatch.apply(model, only=entry.id, verbose=False)
-    assert [(e.path, e.slot) for e in fix.edits] == [(e.path, e.slot) for e in made.edits]
-    places = {(e.path, e.slot) for e in made.edits}  # patches may share an edit
-    assert len(places) <= len(hfpatch.status(model).records) <= len(made.edits)
-    if {d.effect for d in made.of("applied")} != {"adds-parameters"}:
-        assert list(model.state_dict()) == state
-    patched = fingerprint(model)
-    assert patched != before
-
-    again = hfpatch.apply(model, only=entry.id, verbose=False)
-    assert again.edits == ()
-    beside = [d for d in again.plan.decisions if d.worst]  # a tower may be told that nothing serves it
-    assert {d.decided for d in again.plan.decisions if d not in beside} == {"not needed"}
-    assert fingerprint(model) == patched
-
-    copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))  # noqa: S301
-    for other in (copied, unpickled):
-        assert {*hfpatch.status(other).patches} == {entry.id, *entry.patch.needs}
-        hfpatch.revert(other)
-        assert not hfpatch.status(other)
-        assert shape_of(fingerprint(other)) == shape_of(before)
-    assert fingerprint(model) == patched
-
-    fix.revert()
-    assert fingerprint(model) == before
+    live(entry, model)
 
 
 @pytest.mark.parametrize(("entry", "case"), [p for p in PAIRS if p.values[0].effect == "equivalent"])
 def test_equivalent_within_its_tolerance(entry: registry.Entry, case: Case) -> None:
     """On healthy weights the patched model is as near to float32 as the patch states."""
     trial = build(replace(case, overflow=False))
+    stock = trial.error(trial.logits())
     hfpatch.apply(trial.model, only=entry.id, verbose=False)
-    assert trial.error(trial.logits()) <= (entry.patch.tolerance or 0)
+    assert trial.error(trial.logits()) <= most_error(entry, stock)
 
 
 @pytest.mark.parametrize(("entry", "case"), [p for p in PAIRS if p.values[0].effect == "exact"])

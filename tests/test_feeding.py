@@ -13,6 +13,7 @@ from transformers import WhisperModel
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 from tests.test_embed import WHISPER
 
 
@@ -95,14 +96,13 @@ def reasons(model: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("encoder", [torchs, Stages, Attending, Plain], ids=lambda e: e.__name__)
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", first_quick([True, False]))
 def test_an_encoders_own_norms_stay(encoder: Any, frozen: bool) -> None:
     model = Speech(encoder(24))
     model.encoder.requires_grad_(not frozen)
     assert aligned(model) == ["ln", "connector.2"]
-    assert "left alone: " in reasons(model)
-    assert "encoder." in reasons(model)
-    assert "head_norm" in reasons(model)
+    why = reasons(model)
+    assert all(word in why for word in ("left alone: ", "encoder.", "head_norm")), why
 
 
 @pytest.mark.parametrize("encoder", [torchs, Stages, Attending, Plain], ids=lambda e: e.__name__)

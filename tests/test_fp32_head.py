@@ -16,6 +16,7 @@ from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.numerics import linear_in_parts
 from hfpatch.numerics.linear_in_parts import linear_in_float32
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 
 ID = "fp32-lm-head"
 IDS = (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
@@ -89,7 +90,7 @@ class TestLinear:
 
 @pytest.mark.usefixtures("in_parts")
 class TestModel:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", first_quick([torch.bfloat16, torch.float16]))
     @pytest.mark.parametrize("autocast", [False, True])
     @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
     def test_logits_loss_and_gradients(self, name: str, dtype: torch.dtype, autocast: bool) -> None:

@@ -17,6 +17,7 @@ import hfpatch
 from hfpatch.errors import RefusedError
 from hfpatch.lab.composites_modulation import modulated
 from hfpatch.lab.tiny import SpeechLLM, tiny_model
+from tests.sampling import first_quick
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -70,7 +71,7 @@ KEPT: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.fixture(params=OFFLOADS)
+@pytest.fixture(params=first_quick(OFFLOADS))
 def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[nn.Module], nn.Module]:
     def run(model: nn.Module) -> nn.Module:
         away = copy.deepcopy(model)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, HubertModel
 
 import hfpatch
+from hfpatch.errors import RefusedError
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.tiny import tiny_config, tiny_model, tiny_of_class
@@ -209,6 +210,25 @@ def test_a_tower_that_is_float32_or_harmless_has_a_row_that_says_so() -> None:
     model.vision_model.float()
     rows = {d.submodel: d.decided for d in hfpatch.plan(model, only=STREAM).decisions}
     assert "vision_model" not in rows
+
+
+def test_a_named_patch_is_refused_for_a_tower_alone_however_often_it_is_applied() -> None:
+    """Where it is proved it is applied, and stays applied; the tower that it is not proved for is named."""
+    model = tiny_model("fun_asr_nano").half()
+    first = fix(model)
+    assert {d.submodel for d in first.plan.of("applied")} == {"", "model.language_model"}
+    assert [d.submodel for d in first.plan.of("refused")] == ["model.audio_tower"]
+    records = len(hfpatch.status(model).records)
+    again = fix(model).plan
+    assert again.edits == ()
+    assert [d.submodel for d in again.of("refused")] == ["model.audio_tower"]
+    assert [(d.code, d.already) for d in again.of("not needed")] == [
+        ("already-applied", len(first.plan.of("applied")[0].edits))
+    ]
+    assert len(hfpatch.status(model).records) == records
+    hfpatch.revert(model)
+    with pytest.raises(RefusedError, match="fun_asr_nano_encoder"):  # nothing of it is in force, and nothing can be
+        fix(model.model.audio_tower)
 
 
 @pytest.mark.parametrize(

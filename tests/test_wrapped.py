@@ -17,6 +17,7 @@ from hfpatch.lab.overflow import overflow
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.survey import Survey
 from tests.lifecycle import gloo
+from tests.sampling import first_quick
 
 
 class Around(nn.Module):
@@ -147,7 +148,7 @@ def decided(model: nn.Module, patch: str) -> Any:
     return next(d for d in hfpatch.plan(model).decisions if d.patch == patch)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "llama", "gpt2"])
+@pytest.mark.parametrize("architecture", first_quick(["gemma3_text", "llama", "gpt2"]))
 @pytest.mark.parametrize("make", [Around, Beside, Normed, Convolved, Tuples, nested], ids=lambda m: m.__name__)
 def test_a_layer_is_found_in_what_holds_it(make: Any, architecture: str, ids: torch.Tensor) -> None:
     model = wrapped(architecture, make, ids)

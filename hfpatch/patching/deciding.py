@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,7 +70,11 @@ def decide(
     rows = [d for d in out if d.decided != "not needed" or d.lapsed or d.code == "harmless"]
     rows = [d for d in rows if not (d.code == "no-such-place" and _around_served(d, out))]
     distinct = {(patch.serves and d.submodel, d.decided, d.reason, d.edits, d.lapsed): d for d in rows}
-    return list(distinct.values()) or [max(out, key=lambda d: d.already)]
+    found, idle = list(distinct.values()), [d for d in out if d.decided == "not needed"]
+    most = max(idle, key=lambda d: d.already, default=None)
+    if most and (not found or (most.already and all(d.decided == "refused" for d in found))):
+        found.append(most)  # a patch that is in force in one part is not refused as a whole
+    return found
 
 
 def _around_served(decision: Decision, others: Iterable[Decision]) -> bool:
@@ -142,7 +145,7 @@ def _decide_one(entry: Entry, context: Context, check: CheckProof) -> list[Decis
     if isinstance(verdict, Refused):
         return [replace(own, reason=verdict.reason, hint=patch.suggests, code=verdict.code)]
     if isinstance(verdict, NotNeeded):
-        if mine := _in_force(context)[entry.id]:
+        if mine := _in_force(entry, context):
             return [_applied_already(own, mine)]
         return [replace(own, decided="not needed", reason=verdict.reason, code=verdict.code)]
     offered = verdict if isinstance(verdict, Offered) else None
@@ -301,12 +304,14 @@ def _missing(survey: Survey, decisions: Sequence[Decision], need: str, submodel:
     return f"it needs {need}, {why}"
 
 
-def _in_force(context: Context) -> Counter[str]:
-    """Return the number of edits in force, by patch."""
-    root, modules = context.survey.root, context.survey.modules.values()
-    return context.survey.once(
-        "records", lambda: Counter(r.patch for m in modules for r in records_of(m) if state_of(root, m, r).in_force)
+def _in_force(entry: Entry, context: Context) -> int:
+    """Return the number of edits of a patch that are in force: in the submodel, if the patch is decided for each."""
+    root, modules = context.survey.root, context.survey.modules.items()
+    found = context.survey.once(
+        "records", lambda: [(p, r.patch) for p, m in modules for r in records_of(m) if state_of(root, m, r).in_force]
     )
+    home = context.submodel.path if context.submodel and entry.patch.serves else ""
+    return sum(patch == entry.id and inside(path, home) for path, patch in found)
 
 
 def _version_refusal(entry: Entry) -> Decision | None:

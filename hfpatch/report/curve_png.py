@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from typing import Any
 
-from hfpatch.errors import InputError
-from hfpatch.report.png import DPI, INK, LONGEST, SOFT, plain
+from hfpatch.report.png import INK, LONGEST, SOFT, as_png, blank, plain
 from hfpatch.report.series import Series
 
 RMS, LARGEST, LIMIT = "#0757d6", "#b4531a", "#b8152b"
@@ -20,13 +18,6 @@ def draw(shown: Series) -> bytes:
     Raises:
         InputError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] != "matplotlib":
-            raise
-        raise InputError("a PNG is drawn by matplotlib, which is not installed: pip install hfpatch[plot]") from missing
     count = max(1, len(shown.rows))
     width = min(20.0, max(8.0, 0.26 * count + 3))
     head = [line for text in (shown.title, *shown.notes) for line in textwrap.wrap(plain(text), int(width * 12))]
@@ -35,7 +26,7 @@ def draw(shown: Series) -> bytes:
     high = 3.0
     label = 0.075 * min(LONGEST, max((len(row) for row in shown.rows), default=0)) + 0.3
     height = top + panels * (high + 0.4) + label
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    figure = blank(width, height)
     for index, line in enumerate(head):
         figure.text(0.02, 1 - (0.25 + 0.2 * index) / height, line, color=INK, fontsize=9, parse_math=False)
     for index, line in enumerate(shown.lines):
@@ -69,6 +60,4 @@ def draw(shown: Series) -> bytes:
         axes.grid(visible=True, axis="y", linewidth=0.3)
     if not (shown.rows and shown.lines):
         figure.text(0.02, 0.1, "Nothing was measured.", color=SOFT, fontsize=9)
-    out = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(out, metadata={"Title": plain(shown.title)})
-    return out.getvalue()
+    return as_png(figure, shown.title)

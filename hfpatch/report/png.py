@@ -12,6 +12,7 @@ from hfpatch.report.grid import Grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 DPI = 160
@@ -33,13 +34,6 @@ def draw(shown: Grid) -> bytes:
     Raises:
         InputError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] != "matplotlib":
-            raise
-        raise InputError("a PNG is drawn by matplotlib, which is not installed: pip install hfpatch[plot]") from missing
     rows, columns = max(1, len(shown.rows)), max(1, len(shown.columns))
     high = min(_between(0.08, 11.5 / rows, 0.26), 40 / rows)
     wide = min(_between(0.13, 9.0 / columns, 0.5), 60 / columns)
@@ -54,7 +48,7 @@ def draw(shown: Grid) -> bytes:
     bottom = top + high * rows
     height = bottom + 0.2 + LEGEND + PAD
 
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    figure = blank(width, height)
     axes = figure.add_axes((0, 0, 1, 1), frameon=False)
     axes.set_axis_off()
     axes.set_xlim(0, width)
@@ -69,8 +63,30 @@ def draw(shown: Grid) -> bytes:
     else:
         pen.write("Nothing was measured.", PAD, top, TEXT, SOFT)
     _legend(pen, shown.measure, PAD, bottom + 0.2)
+    return as_png(figure, shown.title)
+
+
+def blank(width: float, height: float) -> Figure:
+    """Return a white figure of so many inches.
+
+    Raises:
+        InputError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] != "matplotlib":
+            raise
+        raise InputError("a PNG is drawn by matplotlib, which is not installed: pip install hfpatch[plot]") from missing
+    return Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+
+
+def as_png(figure: Figure, title: str) -> bytes:
+    """Return a figure as bytes of a PNG with this title."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     out = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(out, metadata={"Title": plain(shown.title)})
+    FigureCanvasAgg(figure).print_png(out, metadata={"Title": plain(title)})
     return out.getvalue()
 
 

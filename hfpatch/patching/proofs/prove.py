@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,18 +109,31 @@ def prove(entry: Entry, architecture: str, about: Subject | None = None, make: M
         The proof; None if the tiny model has no submodel of this architecture that reads tokens, or one without the
         structure and with the fault.
     """
-    settings = about.settings if about and make is tiny_of else {}
-    cases = [replace(case, config={**settings, **case.config}) for case in cases_of(entry, architecture)]
-    whole = [replace(case, tower=True) for case in cases]
     if make is not tiny_of:
-        return _prove(entry, about, cases, make)
-    if is_tower(architecture):
-        return _prove(entry, about, whole, make)
-    proof = _prove(entry, about, cases, make)
-    if proof is not None and proof.outcome != "untried":
-        return proof
-    again = _prove(entry, about, whole, make)  # a model that needs more than token ids
-    return again if proof is None or (again is not None and again.outcome != "untried") else proof
+        return _prove(entry, about, cases_of(entry, architecture), make)
+    first: Proof | None = None
+    for cases in ways(entry, architecture, about.settings if about else {}):
+        proof = _prove(entry, about, cases, make)
+        if proof is not None and proof.outcome != "untried":
+            return proof
+        first = first or proof
+    return first
+
+
+def ways(entry: Entry, architecture: str, settings: Mapping[str, Any] | None = None) -> list[list[Case]]:
+    """Return the repros of a patch for an architecture, once for each way to run them, in the order to try.
+
+    They run on token ids, or inside a model that holds the architecture and on an example batch: a tower, and what
+    needs more than token ids, only run so.
+
+    Args:
+        entry: The patch.
+        architecture: `config.model_type`.
+        settings: Values of its config; those of the repros count before them.
+    """
+    cases = [replace(case, config={**(settings or {}), **case.config}) for case in cases_of(entry, architecture)]
+    whole = [replace(case, tower=True) for case in cases]
+    return [whole] if is_tower(architecture) else [cases, whole]
 
 
 def _prove(entry: Entry, about: Subject | None, cases: list[Case], make: Make) -> Proof | None:
@@ -201,19 +214,32 @@ def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
     """Return how far from float32 a patch that claims to be equivalent is on healthy weights; empty if near enough."""
     if entry.patch.tolerance is None:
         return ""
-    trial = build(replace(case, scale={}, fill={}, layers=None, overflow=False, branches=False), make)
+    trial = build(healthy(case), make)
     stock = trial.error(trial.logits())
     carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
     try:
         error = trial.error(trial.logits())
     except RuntimeError as raised:  # mixed dtypes
         return f"on healthy weights it does not run: {_first_line(raised)}"
-    if error <= max(entry.patch.tolerance, SAME * stock):
+    if error <= most_error(entry, stock):
         return ""
     return (
         f"on healthy weights its logits are {error:.1e} from float32's; the patch states {entry.patch.tolerance:g}, "
         f"and without it they are {stock:.1e} from them"
     )
+
+
+def healthy(case: Case) -> Case:
+    """Return a case without what makes its symptom, but for its config."""
+    return replace(case, scale={}, fill={}, layers=None, overflow=False, branches=False)
+
+
+def most_error(entry: Entry, stock: float) -> float:
+    """Return how far from float32 a patched model may be on healthy weights: as far as the patch states.
+
+    Where the stock model is farther than that, it may be as far as the stock model.
+    """
+    return max(entry.patch.tolerance or 0.0, SAME * stock)
 
 
 def _first_line(error: Exception) -> str:

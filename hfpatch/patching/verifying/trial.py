@@ -107,7 +107,8 @@ class Trial:
         region = (
             torch.autocast(self.case.device, dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext()
         )
-        with torch.no_grad(), region:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), region:
+            torch.default_generator.manual_seed(0)  # diffusion draws noise in each call
             if self.case.tower:
                 return self._scaled(answers(model, self.case, self.inputs(model)))
             return model(**self.inputs(model)).logits.float()[self.real]
