@@ -55,7 +55,7 @@ class Head:
     """An output layer.
 
     `tied` is True if it computes with the weight of an embedding, the encoder's or the decoder's; `apart` is the path
-    of the embedding that its config ties it to and that has a weight of its own in use, else empty.
+    of the embedding that it was tied to before one of the two became a copy that trains, else empty.
     """
 
     submodel: str
@@ -218,12 +218,12 @@ def heads(survey: Survey) -> tuple[Head, ...]:
             continue
         if isinstance(head, nn.Module) and id(head) not in found and id(head) in survey.paths:
             aside = set_aside(survey)
-            used = [m for m in survey.modules.values() if isinstance(m, nn.Embedding) and id(m) not in aside]
-            tied = any(_same_weight(head, m) for m in used)
-            embedding = None if tied else find_embedding(submodel.model)
-            asked: Any = submodel.model.config.get_text_config()
-            apart = embedding is not None and id(embedding) in survey.paths and asked.tie_word_embeddings
-            place = survey.path(embedding) if apart and embedding is not None else ""
+            every = [m for m in survey.modules.values() if isinstance(m, nn.Embedding)]
+            tied = any(_same_weight(head, m) for m in every if id(m) not in aside)
+            original = children(head).get("original_module") or head
+            broken = not tied and any(_same_weight(original, m) for m in every)
+            embedding = find_embedding(submodel.model) if broken else None
+            place = survey.path(embedding) if embedding is not None and id(embedding) in survey.paths else ""
             found[id(head)] = Head(submodel.path, survey.path(head), type(head).__name__, tied, place)
     return tuple(found.values())
 

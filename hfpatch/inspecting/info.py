@@ -156,7 +156,7 @@ def _adapter(a: Adapter) -> str:
 
 def _tie(head: Head) -> str:
     if head.apart:
-        return f"weight of its own, although the config ties it to {head.apart}"
+        return f"weight of its own, no longer tied to {head.apart} (a copy of one of them trains)"
     return "tied to the embedding" if head.tied else "weight of its own"
 
 

@@ -31,12 +31,14 @@ class Passed:
             if the model raised.
         loss: The loss; None if the output holds none.
         read: Ids of the parameters that operations read.
+        drew: True if it drew random numbers.
         error: What it raised; None if it did not.
     """
 
     logits: torch.Tensor | None = None
     loss: float | None = None
     read: frozenset[int] = frozenset()
+    drew: bool = False
     error: Exception | None = None
 
 
@@ -97,6 +99,7 @@ def forward_pass(
     autocast: torch.dtype | None = None,
     instead: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     compiled: bool = False,
+    seed: int = 0,
 ) -> Passed:
     """Run a forward pass without gradients, and put everything back, as `rehearse` does.
 
@@ -107,6 +110,7 @@ def forward_pass(
         autocast: Dtype of an autocast region around it.
         instead: Tensors that the model computes with in place of parameters of its own, which are not written.
         compiled: True if a module of the model is compiled: all of it runs uncompiled.
+        seed: Of torch's random state during the pass.
     """
     device = device_of(model)
     reads = _Reads(model)
@@ -114,17 +118,24 @@ def forward_pass(
     whole = WithoutDropout() if training else contextlib.nullcontext()
     with torch.inference_mode(mode=False), eager, as_before(model), torch.no_grad():
         given = {k: on_device(v, device, str(k)) for k, v in batch.items()}
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
+        before = _random_state(device)
         try:
             model.train(training)
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), whole, reads:
                 output = _called(model, given, instead)
         except REJECTIONS as error:
             return Passed(error=error)
+        drew = not all(map(torch.equal, before, _random_state(device)))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output[0] if loss is None and isinstance(output, tuple) and output else loss
     single = float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-    return Passed(_logits(output), single, frozenset(reads.read))
+    return Passed(_logits(output), single, frozenset(reads.read), drew)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def _called(model: nn.Module, given: dict[str, Any], instead: Mapping[nn.Parameter, torch.Tensor]) -> Any:

@@ -132,6 +132,7 @@ class Measurement:
         training: bool = False,
         instead: Mapping[nn.Parameter, torch.Tensor] | None = None,
         cost: float = FORWARD,
+        seed: int = 0,
     ) -> Passed:
         """Run a forward pass without gradients, with the `use_cache` that a Trainer sets.
 
@@ -140,6 +141,7 @@ class Measurement:
             training: True for training mode, in which nothing is dropped.
             instead: Tensors in place of parameters; None for those of `at_noise`.
             cost: What it costs, in training steps.
+            seed: Of the random state.
         """
         subject, settings = self.subject, self.subject.settings
         cache = {} if settings is None or settings.cache is None else {CACHE: settings.cache}
@@ -152,6 +154,7 @@ class Measurement:
             autocast=subject.autocast,
             instead=self.at_noise if instead is None else instead,
             compiled=bool(subject.survey.compiled),
+            seed=seed,
         )
 
     @cached_property

@@ -14,7 +14,7 @@ from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.measurement import CACHE, Measurement
 from hfpatch.guarding.checking.rehearsal import FORWARD
 
-ENOUGH = 32
+ENOUGH = 3
 """Tokens of the first document on which its positions are looked at."""
 
 

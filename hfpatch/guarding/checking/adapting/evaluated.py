@@ -59,15 +59,21 @@ def evaluation(found: Measurement) -> Iterator[Hazard]:
             f"of halves that are 0: outputs {difference:.1g} apart"
         )
     else:
-        yield from _differs(found, trained, difference)
+        yield from _differs(found, trained, training, difference)
 
 
-def _differs(found: Measurement, trained: list[Pair], difference: float) -> Iterator[Hazard]:
+def _differs(found: Measurement, trained: list[Pair], training: Passed, difference: float) -> Iterator[Hazard]:
     """Outputs differ between the modes: by the adapters, if they do not without them."""
-    if not found.affords(2 * FORWARD):
+    if not found.affords((3 if training.drew else 2) * FORWARD):
         found.missed.append(
             f"why evaluation's outputs differ from training's without dropout, {difference:.2g} of their size: "
             "a check may cost 3.5 steps"
+        )
+        return
+    again = _difference(training, found.forward(training=True, seed=1))
+    if isinstance(again, str) or again > found.rounding:
+        found.missed.append(
+            f"{WHAT}: two passes in training mode differ, so something is drawn at random besides dropout"
         )
         return
     without = {p.high: torch.zeros_like(p.high) for p in trained}

@@ -1,4 +1,4 @@
-"""Embeddings and heads that the config ties, and that train apart."""
+"""Embeddings and heads that were tied, and that train apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hfpatch.inspecting import facts
 
 
 def ties(subject: Subject) -> Iterator[Hazard]:
-    """An embedding that trains as a copy, beside the head that its config ties to it."""
+    """An embedding that trains as a copy, beside the head that was tied to it."""
     if not subject.loaded:
         return
     for head in facts.heads(subject.survey):
@@ -24,7 +24,7 @@ def ties(subject: Subject) -> Iterator[Hazard]:
             yield Hazard(
                 "tied-no-more",
                 certain=True,
-                reason=f"the config ties {head.path} to {head.apart}, and they compute with two weights"
+                reason=f"{head.path} was tied to {head.apart}, and a copy of one of them is used (modules_to_save)"
                 + (
                     ", which train apart"
                     if both
