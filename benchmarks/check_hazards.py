@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/check_hazards.py
 
 Each architecture is checked as it is, with LoRA, with LoRA everywhere under reentrant checkpointing, with LoRA and
-inputs that require gradients, and in bfloat16. What is true is established without `check`: by real steps on a copy
+inputs that require gradients, with LoRA on two documents in a row, with and without a cache, and in bfloat16. What is
+true is established without `check`: by real steps on a copy
 (forward, `backward()`, a step of AdamW), by the same step under the advice, by a checkpoint that is loaded again.
 About half an hour on two cores.
 
@@ -35,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora, reentrant": REENTRANT,
     "lora, inputs": {},
+    "lora, packed": {"use_cache": False},
+    "lora, packed, cache": {"use_cache": True},
     "bfloat16": {"learning_rate": RATE, "optim": "adamw_torch", "gradient_accumulation_steps": SUMS},
 }
 READ = ("nan-hidden-from-log", "clipping-off", "fp16-parameters", "left-padding-fp16")
@@ -124,6 +127,8 @@ def look(wanted: tuple[str, str]) -> list[dict[str, Any]]:
     transformers.logging.set_verbosity(50)
     rows: list[dict[str, Any]] = []
     for setting, args in SETTINGS.items():
+        if "packed" in setting and task != "causal":
+            continue
         where = {"task": task, "architecture": architecture, "setting": setting, "hazard": "", "why": ""}
         try:
             model, batch, plain = built(task, architecture, setting)
@@ -159,6 +164,11 @@ def judged(
         "buffers-cast": half and established(lambda: cast(model, plain)),
         "loss-not-divided": summed and established(lambda: undivided(model, batch)),
     }
+    if "packed" in where["setting"]:
+        facts["documents-leak"] = established(lambda: leaks(model, batch, args))
+        facts["positions-offset"] = established(lambda: begins_elsewhere(model, batch, args))
+    elif where["setting"] == "lora":
+        facts["adapter-differs-in-eval"] = established(lambda: differs(model, batch))
     for hazard in found:
         if hazard.id in READ:
             continue
@@ -205,6 +215,8 @@ def built(task: str, architecture: str, setting: str) -> tuple[Any, dict[str, An
         inject_adapter_in_model(hfpatch.lora_config(model, r=2, verbose=False, **scope), model)
         if "inputs" in setting:
             model.enable_input_require_grads()
+        if "packed" in setting:
+            batch = two_documents(model)
     return model, batch, plain
 
 
@@ -253,6 +265,8 @@ def is_so(hazard: Any, model: Any, batch: dict[str, Any], args: dict[str, Any], 
         return len([n for n in truth.zero if "lora_A" not in n]) >= count > 0
     if hazard.id == "adapter-cut-off":
         return len([n for n in silent(model, batch, args) if "lora_A" in n or "embedding_A" in n]) >= count > 0
+    if hazard.id in ("adapter-not-in-eval", "adapter-differs-in-eval"):
+        return differs(model, batch)
     if hazard.id == "loss-not-finite":
         return not math.isfinite(truth.loss)
     return bool(truth.bad) if hazard.id == "gradients-not-finite" else False
@@ -363,6 +377,74 @@ def cast(model: Any, plain: Any) -> bool:
         b.is_floating_point() and n in other and not torch.equal(b.float(), other[n].float())
         for n, b in model.named_buffers()
     )
+
+
+FIRST = 7
+"""Tokens of the first of two documents."""
+
+
+def two_documents(model: Any) -> dict[str, Any]:
+    """Two documents in one row, as transformers' collator packs them."""
+    import torch
+    from transformers import DataCollatorWithFlattening
+
+    torch.manual_seed(0)
+    most = min(50, model.config.get_text_config().vocab_size - 1)
+    rows = [{"input_ids": torch.randint(5, most, (n,)).tolist()} for n in (FIRST, 6)]
+    packed = DataCollatorWithFlattening(return_tensors="pt")(rows)
+    return {k: v for k, v in packed.items() if isinstance(v, torch.Tensor)}
+
+
+def logits(model: Any, batch: dict[str, Any], *, training: bool = False) -> Any:
+    """What a model gives in one of its modes, without gradients."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return model.train(training)(**copy.deepcopy(batch)).logits.float()
+
+
+def leaks(model: Any, batch: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Whether the logits of the second document depend on the first."""
+    twin = copy.deepcopy(model)
+    for config in (twin.config, twin.config.get_text_config()):
+        config.use_cache = args["use_cache"]
+    ids = batch["input_ids"].clone()
+    ids[0, :FIRST] = ids[0, -FIRST:].clone()
+    one, two = (logits(twin, {**batch, "input_ids": i})[0, FIRST:] for i in (batch["input_ids"], ids))
+    return float((one - two).norm() / one.norm()) > 1e-5
+
+
+def begins_elsewhere(model: Any, batch: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Whether a document gets other logits with the collator's positions than without."""
+    twin = copy.deepcopy(model)
+    twin.config.use_cache = args["use_cache"]
+    alone = {k: v[:, :FIRST] for k, v in batch.items() if k in ("input_ids", "position_ids")}
+    one, two = logits(twin, alone), logits(twin, {"input_ids": alone["input_ids"]})
+    return float((one - two).norm() / two.norm()) > 1e-4
+
+
+def differs(model: Any, batch: dict[str, Any]) -> bool:
+    """Whether evaluation and training differ with an adapter that counts, and do not without, where nothing drops."""
+    import torch
+
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        for holder in (module, getattr(module, "config", module)):
+            for name, value in list(vars(holder).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    base = [logits(copy.deepcopy(twin), batch, training=mode) for mode in (True, False)]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "lora_" in name and not bool(parameter.any()):
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    noisy = [logits(copy.deepcopy(twin), batch, training=mode) for mode in (True, False)]
+    without, with_it = (float((one - two).norm() / one.norm()) for one, two in (base, noisy))
+    return with_it > 1e-3 and with_it > 10 * without
 
 
 def undivided(model: Any, batch: dict[str, Any]) -> bool:

@@ -492,14 +492,14 @@ KEYS = [
 ITEMS = {
     "submodels": {"path", "architecture", "class", "parameters"},
     "embeddings": {"submodel", "path", "class", "vocabulary", "width", "scale", "scale_at"},
-    "heads": {"submodel", "path", "class", "tied"},
+    "heads": {"submodel", "path", "class", "tied", "apart"},
     "layers": {"path", "submodel", "modality", "layers", "kinds"},
     "stacks": {"submodel", "path", "layers", "dtype"},
     "buffers": {"path", "class", "shape", "dtype", "rotary", "count"},
     "norms": {"path", "class", "eps_name", "eps", "source", "as_built", "count", "expected"},
     "attention": {"path", "config", "class", "implementation", "accepts", "note"},
     "wrappers": {"kind", "path"},
-    "adapters": {"name", "kind", "active"},
+    "adapters": {"name", "kind", "active", "layers", "zero"},
 }
 
 

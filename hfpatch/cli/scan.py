@@ -17,6 +17,13 @@ def scan(
             show_default=False,
         ),
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="For a saved adapter: the model (a hub name, directory or config.json) that its tensors must fit.",
+            show_default=False,
+        ),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -27,8 +34,9 @@ def scan(
 ) -> None:
     """Check for NaN, Inf, broken or missing shards, and values that float16 cannot hold; exit 1 if a fault is found.
 
-    Nothing is written, and no pickle is read. Values that float16 cannot hold, all-zero tensors and outliers are noted,
-    but are no fault.
+    With --model, tensors of a saved adapter that do not land in that model are faults too, and the report names the
+    renaming that would make them land. Nothing is written, and no pickle is read. Values that float16 cannot hold,
+    all-zero tensors and outliers are noted, but are no fault.
 
     JSON: `{"path", "files", "findings": [{kind, file, tensor, text, figures}], "notes": [the same],
     "census": {dtype: {tensors, parameters, bytes}}}`.
@@ -38,7 +46,7 @@ def scan(
     from hfpatch.scanning.scan import scan as run
 
     with progress("scanning", total_bytes(path)) as advance:
-        report = run(path, processes=processes, progress=advance)
+        report = run(path, model=model, processes=processes, progress=advance)
     show(report, json)
     if report.findings:
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.compat import dynamo, hooks, implementation
+from hfpatch.compat.modules import children
 from hfpatch.compat.peft import has_own_adapters
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.cast_buffers import cast_buffers, described
@@ -51,15 +52,20 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """An output layer. `tied` is True if it shares its weight with an embedding, the encoder's or the decoder's."""
+    """An output layer.
+
+    `tied` is True if it computes with the weight of an embedding, the encoder's or the decoder's; `apart` is the path
+    of the embedding that it was tied to before one of the two became a copy that trains, else empty.
+    """
 
     submodel: str
     path: str
     cls: str
     tied: bool
+    apart: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: submodel, path, class, tied."""
+        """As JSON: submodel, path, class, tied, apart."""
         return _renamed(vars(self))
 
 
@@ -98,14 +104,20 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter: its name, its type (LORA, ...) and whether it is active."""
+    """A PEFT adapter: its name, its type (LORA, ...) and whether it is active.
+
+    `layers` is the number of layers in which it has two halves, and `zero` the number of those in which one is 0, so
+    that it changes nothing there; weights on meta count as not 0.
+    """
 
     name: str
     kind: str
     active: bool
+    layers: int = 0
+    zero: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: name, kind, active."""
+        """As JSON: name, kind, active, layers, zero."""
         return dict(vars(self))
 
 
@@ -205,13 +217,39 @@ def heads(survey: Survey) -> tuple[Head, ...]:
         except (NotImplementedError, AttributeError, TypeError):
             continue
         if isinstance(head, nn.Module) and id(head) not in found and id(head) in survey.paths:
-            tied = any(_same_weight(head, m) for m in survey.modules.values() if isinstance(m, nn.Embedding))
-            found[id(head)] = Head(submodel.path, survey.path(head), type(head).__name__, tied)
+            aside = set_aside(survey)
+            every = [m for m in survey.modules.values() if isinstance(m, nn.Embedding)]
+            tied = any(_same_weight(head, m) for m in every if id(m) not in aside)
+            original = children(head).get("original_module") or head
+            broken = not tied and any(_same_weight(original, m) for m in every)
+            embedding = find_embedding(submodel.model) if broken else None
+            place = survey.path(embedding) if embedding is not None and id(embedding) in survey.paths else ""
+            found[id(head)] = Head(submodel.path, survey.path(head), type(head).__name__, tied, place)
     return tuple(found.values())
 
 
-def _same_weight(head: nn.Module, embedding: nn.Module | None) -> bool:
-    mine, other = getattr(head, "weight", None), getattr(embedding, "weight", None)
+def set_aside(survey: Survey) -> set[int]:
+    """Return the ids of modules in place of which PEFT calls a copy that trains (`modules_to_save`)."""
+    found: set[int] = set()
+    for module in survey.modules.values():
+        given: Any = module
+        copies = children(module).get("modules_to_save")
+        if copies is None or (original := children(module).get("original_module")) is None:
+            continue
+        if not given.disable_adapters and any(name in children(copies) for name in given.active_adapters):
+            found.update(map(id, original.modules()))
+    return found
+
+
+def _without_tokens(module: nn.Module) -> nn.Module:
+    """Return what is inside PEFT's layer for single trained tokens; the module itself without one."""
+    held = children(module).get("token_adapter")
+    inside = None if held is None else children(held).get("base_layer")
+    return module if inside is None else inside
+
+
+def _same_weight(head: nn.Module, embedding: nn.Module) -> bool:
+    mine, other = (getattr(_without_tokens(module), "weight", None) for module in (head, embedding))
     if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     if mine is other:
@@ -272,8 +310,27 @@ def adapters(survey: Survey) -> tuple[Adapter, ...]:
         active: Any = given.active_adapters if is_peft else given.active_adapters()
         for name, config in given.peft_config.items():
             kind: Any = getattr(config, "peft_type", "")
-            found.setdefault(name, Adapter(name, str(getattr(kind, "value", kind)), name in active))
+            if name not in found:
+                halves = _halves(survey, name)
+                zero = sum(_is_zero(low) or _is_zero(high) for low, high in halves)
+                found[name] = Adapter(name, str(getattr(kind, "value", kind)), name in active, len(halves), zero)
     return tuple(found.values())
+
+
+def _halves(survey: Survey, adapter: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return `lora_A` and `lora_B` of each layer of an adapter."""
+    named = dict(survey.root.named_parameters())
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, high in named.items():
+        names = name.split(".")
+        low = named.get(name.replace("lora_B", "lora_A").replace("lora_embedding_B", "lora_embedding_A"))
+        if adapter in names and low is not None and low is not high and names[-1] != "bias":
+            found.append((low, high))
+    return found
+
+
+def _is_zero(half: torch.Tensor) -> bool:
+    return not half.is_meta and not bool(half.detach().any())
 
 
 def hazards(

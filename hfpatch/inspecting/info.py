@@ -135,15 +135,29 @@ def _facts(info: ModelInfo) -> Sheet:
     if info.quantization:
         rows.append(("quantization", info.quantization))
     rows.extend(("embedding", _embedding(e)) for e in info.embeddings)
-    rows.extend(("head", f"{h.path}, {'tied to the embedding' if h.tied else 'weight of its own'}") for h in info.heads)
+    rows.extend(("head", f"{h.path}, {_tie(h)}") for h in info.heads)
     rows.extend(("residual stream", f"in {s.dtype}, through {s.path}") for s in info.stacks if s.dtype)
     if info.float16:
         rows.append(("in float16", "\n".join(info.float16)))
     rows.extend(("not in a checkpoint", line) for line in _buffers(info.buffers))
     rows.extend(("wrapped in", f"{w.kind} at {w.path or '(root)'}") for w in info.wrappers)
-    rows.extend(("adapter", f"{a.name} ({a.kind}){'' if a.active else ', not active'}") for a in info.adapters)
+    rows.extend(("adapter", _adapter(a)) for a in info.adapters)
     title = f"{info.cls} ({info.architecture})" if info.architecture else info.cls
     return Sheet(f"{title}  {info.name}".rstrip(), ("", " "), tuple(rows), wide=(" ",))
+
+
+def _adapter(a: Adapter) -> str:
+    state = "" if a.active else ", not active"
+    if a.zero:
+        changes = "changes nothing so far" if a.zero == a.layers else "changes only the others"
+        state += f", a half is 0 in {a.zero} of {a.layers} layers: it {changes}"
+    return f"{a.name} ({a.kind}){state}"
+
+
+def _tie(head: Head) -> str:
+    if head.apart:
+        return f"weight of its own, no longer tied to {head.apart} (a copy of one of them trains)"
+    return "tied to the embedding" if head.tied else "weight of its own"
 
 
 def _embedding(e: Embedding) -> str:

@@ -19,8 +19,10 @@ class Found:
 
     Attributes:
         kind: Of a finding `NaN`, `Inf`, `broken file`, `broken index`, `missing index`, `missing shard`,
-            `unknown shard`, `missing tensor`, `unknown tensor`, `duplicate tensor` or `wrong size`; of a note
-            `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor` or `not scanned`.
+            `unknown shard`, `missing tensor`, `unknown tensor`, `duplicate tensor` or `wrong size`; with `model=`
+            `keys do not land`, `parameters not filled`, `wrong shape`, `renaming` or `adapter does not fit`; of a note
+            `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor`, `not scanned`
+            or `adapter`.
         file: The file, relative to the scanned path.
         tensor: Name of the tensor; empty for a finding about a file.
         text: The facts as text.

@@ -34,6 +34,7 @@ MOST_PROCESSES = 4
 def scan(
     path: str | os.PathLike[str],
     *,
+    model: object = None,
     processes: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ScanReport:
@@ -54,6 +55,9 @@ def scan(
     Args:
         path: A safetensors file, a directory of such files (or of directories of them, if it has none itself), an index
             of shards, or a hub name that is in the local cache.
+        model: For a directory with a saved adapter: the transformers model, loaded or by name, directory or config, in
+            which its tensors are tried. Nothing is loaded into it: PEFT's own loading runs on a copy without weights,
+            for which torch is imported.
         processes: Number of processes that read; with 1 it is this process. Default: 1 below 4 GiB, else one per core,
             at most 4.
         progress: Called with the number of bytes read since the last call.
@@ -70,6 +74,11 @@ def scan(
         raise InputError(f"scan: want at least 1 as processes=, got {processes}")
     root, folders, left_out = find(os.fspath(path))
     found: list[Found] = []
+    fits: list[Found] = []
+    if model is not None:
+        from hfpatch.scanning.adapter import adapter_findings
+
+        found, fits = adapter_findings(root, model)
     noted = [Found("not scanned", f"{name}/", "", "holds more weights; scan it separately") for name in left_out]
     work: list[tuple[str, Path, Sequence[Tensor]]] = []
     for folder in folders:
@@ -85,7 +94,7 @@ def scan(
             noted += notes(file, tensor, values)
     files = sum(len(folder.files) for folder in folders)
     census = _census(tensor for _, _, tensors in work for tensor in tensors)
-    return ScanReport(str(root), files, tuple(found), sorted_notes(noted), census)
+    return ScanReport(str(root), files, tuple(found), (*fits, *sorted_notes(noted)), census)
 
 
 def _headers(folder: Folder) -> tuple[dict[str, list[Tensor]], list[Found]]:

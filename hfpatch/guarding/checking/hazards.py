@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hfpatch.given import MAPPING, optional, want
-from hfpatch.guarding.checking import adapters, forwards, gates, joined, measured, precision, rounding
+from hfpatch.guarding.checking import forwards, joined, measured, packed, precision, rounding
+from hfpatch.guarding.checking.adapting import adapters, evaluated, gates, ties
 from hfpatch.guarding.checking.hazard import Hazard, Hazards
 from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.guarding.checking.rehearsal import FORWARD
@@ -20,7 +21,9 @@ MAKE_NO_NAN = (
     "nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off", "step-raises",
     "loss-like-a-guess", "no-gradient", "zero-gradient", "steps-lost", "accumulation-rounds", "buffers-cast",
     "full-eval-stays", "embedding-scale", "joined-too-large", "inplace-embedding", "adapter-cut-off",
-    "adapter-half-frozen", "adapter-not-active", "adapter-stays-zero",
+    "adapter-half-frozen", "adapter-not-active", "adapter-stays-zero", "adapter-not-in-eval",
+    "adapter-differs-in-eval", "adapter-changes-nothing", "documents-leak", "positions-offset",
+    "tied-no-more",
 )  # fmt: skip
 """Hazards that make no NaN, so the log hides nothing about them."""
 
@@ -50,7 +53,8 @@ def check(
             everything is put back: the loss, errors, gradients and the weights that a step would move are measured.
             It costs at most 3.5 training steps (a backward pass counts as two forward passes): one forward and
             backward pass, two more forward passes if the loss may not be divided, one more step for fresh adapters,
-            and one for each piece of advice that is tried. What is left out then is in `not_looked_at`. A batch is not
+            two forward passes for adapters in evaluation, two for packed documents, and one step for each piece of
+            advice that is tried. What is left out then is in `not_looked_at`. A batch is not
             used if one rank alone cannot run the model.
         device: The device of the training; None for the device of the model, or a GPU if the model is on the CPU.
 
@@ -75,6 +79,7 @@ def check(
         *precision.left_padding(subject),
         *_loss_not_divided(subject, step),
         *([] if step is not None else _checkpointing(subject)),
+        *ties.ties(subject),
         *rounding.buffers(subject),
         *rounding.evaluation(subject),
         *_clipping(subject),
@@ -107,6 +112,8 @@ def _of_the_step(step: Measurement) -> Iterator[Hazard]:
     yield from adapters.halves(step)
     yield from measured.gradients(step)
     yield from joined.joins(step)
+    yield from packed.documents(step)
+    yield from evaluated.evaluation(step)
     yield from rounding.moved(step)
     yield from rounding.accumulation(step)
 
@@ -116,6 +123,7 @@ def _read(subject: Subject, step: Measurement | None) -> Iterator[str]:
     yield "dtypes, quantisation, attention implementations"
     if subject.loaded:
         yield "buffers, against those that from_pretrained leaves"
+        yield "whether heads and embeddings that the config ties share a weight"
     if subject.settings is not None:
         yield "the training arguments"
     if subject.optimizer is not None or subject.settings is not None:

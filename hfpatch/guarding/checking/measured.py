@@ -9,7 +9,7 @@ import torch
 
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking import tried
-from hfpatch.guarding.checking.gates import without_gradient
+from hfpatch.guarding.checking.adapting.gates import without_gradient
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.measurement import NAMED, Measurement, places
 from hfpatch.guarding.checking.raised import Raised, Written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfpatch.guarding.checking.rehearsal import Rehearsal, rehearse
+from hfpatch.guarding.checking.adapting.halves import noise, pairs
+from hfpatch.guarding.checking.forward_pass import Passed, forward_pass, rounding
+from hfpatch.guarding.checking.rehearsal import FORWARD, Rehearsal, rehearse
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.embed import find_embedding
@@ -20,6 +23,7 @@ from hfpatch.model.walk import starred
 
 BUDGET = 3.5
 """Training steps that a check may cost in all."""
+CACHE = "use_cache"
 NAMED = 3
 """Parameters, or kinds of them, that a sentence names."""
 
@@ -102,6 +106,67 @@ class Measurement:
         )
         self.costs.append(found.cost)
         return found
+
+    @cached_property
+    def at_noise(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Noise in place of each trained half that is 0, as `lora_B` is in a fresh adapter."""
+        draw = torch.Generator().manual_seed(0)
+        trained = [p for p in pairs(self.subject) if p.trains_a or p.trains_b]
+        zero = [p.low if p.zero_a else p.high for p in trained if p.zero_a or p.zero_b]
+        return {parameter: noise(parameter, draw) for parameter in zero}
+
+    @cached_property
+    def evaluated(self) -> Passed:
+        """A pass in evaluation mode, with every trained half that is 0 at noise."""
+        return self.forward()
+
+    @property
+    def evaluation_cost(self) -> float:
+        """What `evaluated` costs, in training steps: nothing once it was run."""
+        return 0.0 if "evaluated" in vars(self) else FORWARD
+
+    def forward(
+        self,
+        changed: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        training: bool = False,
+        instead: Mapping[nn.Parameter, torch.Tensor] | None = None,
+        cost: float = FORWARD,
+        seed: int = 0,
+    ) -> Passed:
+        """Run a forward pass without gradients, with the `use_cache` that a Trainer sets.
+
+        Args:
+            changed: Values in place of those of the batch; None leaves one out.
+            training: True for training mode, in which nothing is dropped.
+            instead: Tensors in place of parameters; None for those of `at_noise`.
+            cost: What it costs, in training steps.
+            seed: Of the random state.
+        """
+        subject, settings = self.subject, self.subject.settings
+        cache = {} if settings is None or settings.cache is None else {CACHE: settings.cache}
+        batch = {**(cache if self.takes_cache else {}), **self.batch, **changed}
+        self.costs.append(cost)
+        return forward_pass(
+            subject.called,
+            {k: v for k, v in batch.items() if v is not None},
+            training=training,
+            autocast=subject.autocast,
+            instead=self.at_noise if instead is None else instead,
+            compiled=bool(subject.survey.compiled),
+            seed=seed,
+        )
+
+    @cached_property
+    def takes_cache(self) -> bool:
+        """True if the model's forward takes `use_cache`."""
+        parameters = inspect.signature(type(self.subject.inner).forward).parameters
+        return CACHE in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    @property
+    def rounding(self) -> float:
+        """The largest difference of two outputs, over their size, that rounding makes."""
+        return rounding(self.subject.model, self.subject.autocast)
 
     @cached_property
     def first_layers(self) -> dict[str, nn.Module]:

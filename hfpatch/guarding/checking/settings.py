@@ -37,6 +37,7 @@ class Settings:
         rate: Learning rate, at its highest.
         decay: Weight decay.
         full_eval: `fp16` or `bf16` if evaluation casts the model to it; else empty.
+        cache: The `use_cache` that the Trainer sets in the model's config; None if it sets none.
         ignored: Keys that TrainingArguments does not have.
     """
 
@@ -54,6 +55,7 @@ class Settings:
     rate: float = 5e-5
     decay: float = 0.0
     full_eval: str = ""
+    cache: bool | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -111,6 +113,7 @@ def read_settings(args: Any) -> Settings:
         rate=read.number("learning_rate"),
         decay=read.number("weight_decay"),
         full_eval=next((name for name in ("fp16", "bf16") if read.boolean(f"{name}_full_eval")), ""),
+        cache=read.boolean("use_cache") if "use_cache" in read.values else None,
         ignored=tuple(k for k in given if k not in _defaults() and k not in ("mixed_precision", "world_size")),
     )
 

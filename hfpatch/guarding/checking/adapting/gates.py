@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hfpatch.guarding.checking.adapting.halves import noise
 from hfpatch.guarding.checking.measurement import Measurement, places
 from hfpatch.guarding.checking.rehearsal import Rehearsal
 
@@ -28,7 +29,7 @@ def look(found: Measurement) -> None:
         found.missed.append(f"{what}: a check may cost 3.5 steps")
         return
     draw = torch.Generator().manual_seed(0)
-    again = found.run(reentrant=found.asked, instead={p: _noise(p, draw) for p in gates.values()}, of=still)
+    again = found.run(reentrant=found.asked, instead={p: noise(p, draw) for p in gates.values()}, of=still)
     if again.raised is not None or not again.backward:
         why = again.raised.error if again.raised is not None else "the loss has no graph then"
         found.judged.update(still)
@@ -46,8 +47,3 @@ def without_gradient(step: Rehearsal, name: str) -> bool:
 
 def _is_gate(name: str, parameter: nn.Parameter) -> bool:
     return not name.endswith("bias") and not bool(parameter.detach().any())
-
-
-def _noise(parameter: nn.Parameter, draw: torch.Generator) -> torch.Tensor:
-    width = parameter.shape[-1] if parameter.dim() else 1
-    return (torch.randn(parameter.shape, generator=draw) / max(width, 1) ** 0.5).to(parameter)

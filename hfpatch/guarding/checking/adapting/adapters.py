@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
-from hfpatch.guarding.checking.gates import without_gradient
+from hfpatch.guarding.checking.adapting.gates import without_gradient
+from hfpatch.guarding.checking.adapting.halves import Pair, pairs
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.measurement import Measurement, places
+from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.wrapping import held
-
-_LOWER = re.compile(r"(?<![^.])lora_(embedding_)?A(?![^.])")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The two halves of one adapter of one layer: what it adds is B A x, and B is 0 at the start.
-
-    Attributes:
-        a, b: Names of the halves.
-        low, high: The parameters.
-        trains_a, trains_b: True if the optimizer moves them.
-    """
-
-    a: str
-    b: str
-    low: nn.Parameter
-    high: nn.Parameter
-    trains_a: bool
-    trains_b: bool
-
-    @property
-    def zero_a(self) -> bool:
-        """True if A is exactly 0."""
-        return not bool(self.low.detach().any())
-
-    @property
-    def zero_b(self) -> bool:
-        """True if B is exactly 0."""
-        return not bool(self.high.detach().any())
 
 
 def halves(found: Measurement) -> Iterator[Hazard]:
@@ -55,36 +25,18 @@ def halves(found: Measurement) -> Iterator[Hazard]:
     if step.raised is not None or step.loss is None or not step.gradients:
         return
     yield from _not_active(found)
-    pairs = [p for p in _pairs(found) if p.b not in found.judged]
-    yield from _stays_zero(found, pairs)
-    yield from _half_frozen(pairs)
-    yield from _cut_off(found, [p for p in pairs if p.trains_a and p.trains_b])
-
-
-def _pairs(found: Measurement) -> list[Pair]:
-    named = {clean_name(n): p for n, p in found.subject.model.named_parameters()}
-    trained = {n for n, p in found.subject.parameters.items() if p.requires_grad}
-    pairs: list[Pair] = []
-    for a, low in named.items():
-        b = _LOWER.sub(r"lora_\1B", a)
-        if b != a and b in named:
-            pairs.append(Pair(a, b, low, named[b], a in trained, b in trained))
-    return [p for p in pairs if p.trains_a or p.trains_b]
+    trained = [p for p in pairs(found.subject) if (p.trains_a or p.trains_b) and p.b not in found.judged]
+    yield from _stays_zero(found, trained)
+    yield from _half_frozen(trained)
+    yield from _cut_off(found, [p for p in trained if p.trains_a and p.trains_b])
 
 
 def _not_active(found: Measurement) -> Iterator[Hazard]:
     """Trained adapters that PEFT's layers leave out of forward."""
     left: dict[tuple[str, str, str], list[str]] = {}
-    for path, layer in found.subject.survey.modules.items():
-        inner = held(layer)
-        if inner is None or inner[0] != "adapter":
-            continue
-        for name, _ in layer.named_parameters():
-            whole = clean_name(f"{path}.{name}" if path else name)
-            if whole not in found.step.gradients or found.step.gradients[whole] is not None:
-                continue
-            if (why := _left_out(layer, name)) is not None:
-                left.setdefault(why, []).append(whole)
+    for name, why in left_out(found.subject).items():
+        if name in found.step.gradients and found.step.gradients[name] is None:
+            left.setdefault(why, []).append(name)
     for (adapter, why, change), names in left.items():
         found.judged.update(names)
         yield Hazard(
@@ -94,6 +46,19 @@ def _not_active(found: Measurement) -> Iterator[Hazard]:
             f"them out, and they get no gradient ({places(names)})",
             change=change,
         )
+
+
+def left_out(subject: Subject) -> dict[str, tuple[str, str, str]]:
+    """Return the parameters of adapters that forward leaves out: each with its adapter, why, and what to change."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for path, layer in subject.survey.modules.items():
+        inner = held(layer)
+        if inner is None or inner[0] != "adapter":
+            continue
+        for name, _ in layer.named_parameters():
+            if (why := _left_out(layer, name)) is not None:
+                found[clean_name(f"{path}.{name}" if path else name)] = why
+    return found
 
 
 def _left_out(layer: nn.Module, name: str) -> tuple[str, str, str] | None:

@@ -1,0 +1,1 @@
+"""Hazards of adapters: halves that cannot learn, evaluation that leaves them out, ties that they break."""
