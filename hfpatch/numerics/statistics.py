@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from hfpatch.numerics.statistics_lots import Lots, most_waiting
 from hfpatch.numerics.statistics_plain import COLUMNS, THRESHOLDS, DeviceRows, flattened
 
 PLAIN = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
@@ -29,10 +30,25 @@ TOGETHER = 32
 
 
 class Rows(Protocol):
-    """Rows of statistics of tensors on one device, collected there and read once."""
+    """Rows of statistics of tensors on one device, collected there and read once.
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Measure a floating-point or complex tensor, and return the index of its row. Does not wait for a GPU."""
+    Attributes:
+        late: Once they are read: rows of tensors that were written to in place before they were measured.
+    """
+
+    late: set[int]
+
+    def add(self, tensor: torch.Tensor, *, at_once: bool = False) -> int:
+        """Take in a floating-point or complex tensor, and return the index of its row. Does not wait for a GPU.
+
+        Args:
+            tensor: The tensor.
+            at_once: Measure it before anything else can write to it; else it may wait for others.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Measure what waits."""
         ...
 
     def read(self) -> torch.Tensor:
@@ -47,18 +63,19 @@ def rows(device: torch.device) -> Rows:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from hfpatch.numerics.statistics_triton import TritonRows
 
-        return TritonRows(device)
-    return DeviceRows()
+        return Lots(TritonRows(device), most_waiting(device))
+    return Lots(DeviceRows(), 0)
 
 
 class CPURows:
     """Rows for the CPU: extremes are computed at once by `aminmax`, samples are reduced together when read."""
 
     def __init__(self) -> None:
+        self.late: set[int] = set()
         self._found: list[tuple[float, float, float, float, float]] = []
         self._samples: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
 
-    def add(self, tensor: torch.Tensor) -> int:
+    def add(self, tensor: torch.Tensor, *, at_once: bool = True) -> int:
         """See `Rows`."""
         number = len(self._found)
         plain = tensor.dtype in PLAIN and tensor.is_contiguous() and not tensor.is_neg()
@@ -74,6 +91,9 @@ class CPURows:
         sample = flat.flatten().clone() if size <= 2 * SAMPLE else flat.as_strided(*_places(size)).contiguous()
         self._samples[sample.numel(), sample.dtype].append((number, sample))
         return number
+
+    def flush(self) -> None:
+        """See `Rows`; nothing waits."""
 
     def read(self) -> torch.Tensor:
         """See `Rows`."""

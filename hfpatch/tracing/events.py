@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+
+    from hfpatch.numerics.statistics import Rows
 
 Phase = Literal["weights", "forward", "backward", "gradients"]
 """`weights`: parameters and buffers before the forward pass; `gradients`: those of parameters, after the backward."""
@@ -62,6 +66,27 @@ class Stats:
         return f"{' and '.join(parts)} of {self.size:,} elements" if parts else f"finite, up to {self.largest:.4g}"
 
 
+class Table:
+    """The rows of `hfpatch.numerics.statistics` of one device, once the step is over.
+
+    Attributes:
+        rms: RMS of each tensor.
+        nonfinite: Number of elements of each that are NaN or infinite.
+        late: Rows of tensors that were written to in place before they were measured.
+    """
+
+    def __init__(self, values: torch.Tensor, late: Collection[int]) -> None:
+        self.rms: list[float] = (values[:, 10].clamp(min=0) / values[:, 11].clamp(min=1)).sqrt().tolist()
+        self.nonfinite: list[float] = values[:, :3].sum(1).tolist()
+        self.late = late
+        self._found = values
+
+    @cached_property
+    def rows(self) -> list[list[float]]:
+        """All columns."""
+        return self._found.tolist()
+
+
 @dataclass(slots=True)
 class Event:
     """One tensor at one place in one step.
@@ -92,7 +117,7 @@ class Event:
     shape: tuple[int, ...]
     device: torch.device
     row: int
-    table: list[list[float]] | None = None
+    table: Table | None = None
     within: tuple[str, int] | None = None
     forward: int | None = None
     is_difference: bool = False
@@ -106,22 +131,46 @@ class Event:
             RuntimeError: The step is not over.
         """
         if self.read is None:
-            if self.table is None:
-                raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
-            self.read = stats(self.table[self.row], math.prod(self.shape))
+            self.read = stats(self._read().rows[self.row], self.size)
         return self.read
+
+    def _read(self) -> Table:
+        if self.table is None:
+            raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
+        return self.table
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def rms(self) -> float:
+        """RMS of the finite elements, as in `stats`."""
+        return self._read().rms[self.row]
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of elements that are NaN or infinite, as in `stats`."""
+        return int(self._read().nonfinite[self.row])
+
+    @property
+    def late(self) -> bool:
+        """True if the tensor was written to in place before it was measured: these are its later values."""
+        return self.row in self._read().late
 
     @property
     def label(self) -> str:
         """Description of the tensor: role and name, such as `gradient of output 'logits'`."""
         name = f" {self.name!r}" if self.name else ""
         lead = "gradient of " if self.phase in ("backward", "gradients") else ""
-        return f"{lead}{self.role}{name}"
+        late = " (as it was after a later operation wrote to it in place)" if self.table and self.late else ""
+        return f"{lead}{self.role}{name}{late}"
 
     @property
     def bad(self) -> bool:
         """True if it holds a NaN or an infinity; False for a difference of buffers."""
-        return self.stats.nonfinite > 0 and not self.is_difference
+        return self.nonfinite > 0 and not self.is_difference
 
 
 @dataclass(slots=True)
@@ -198,14 +247,19 @@ class Step:
         """Factor on the loss (the loss scale divided by the accumulation steps); None if it is not known."""
         return None if self.start is None else self.start.stats.largest or None
 
-    def close(self, tables: dict[torch.device, torch.Tensor]) -> bool:
+    def close(self, rows: Mapping[torch.device, Rows]) -> bool:
         """Give the events their statistics; True if any needs a diagnosis: not finite, all zero, or compared."""
+        values = {device: gathered.read() for device, gathered in rows.items()}
+        tables = {device: Table(read, rows[device].late) for device, read in values.items()}
         within = [e for operation in self.own_code for e in (operation.given, *operation.made)]
-        rows: dict[torch.device, list[list[float]]] = {device: table.tolist() for device, table in tables.items()}
         for event in (*self.events, *within):
-            event.table = rows[event.device]
-        odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in tables.values())
+            event.table = tables[event.device]
+        odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in values.values())
         return odd or any(e.is_difference for e in self.events)
+
+    def overwritten(self) -> set[tuple[str, str, str]]:
+        """Return module, role and name of the tensors that were written to in place before they were measured."""
+        return {(e.module, e.role, e.name) for e in self.events if e.late}
 
 
 def stats(row: list[float], size: int) -> Stats:
