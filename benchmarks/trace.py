@@ -190,68 +190,90 @@ def ours(args: Any) -> list[Row]:
 
 
 def inside(args: Any) -> list[Row]:
-    """Time spent in the tracer's own code, hooks and reading, as a share of the plain steps between: noise of the
-    machine cancels, launches on a GPU are not seen.
+    """Time spent in the tracer's own code by part, as a share of the plain steps between: noise of the machine cancels.
+
+    The wait for a GPU before the rows are read is left out: the plain step waits for it too.
     """
+    import torch
+
     import hfpatch
+    from hfpatch.numerics.statistics_lots import Lots
+    from hfpatch.tracing.events import Step
+    from hfpatch.tracing.growing.growth import Growth
     from hfpatch.tracing.trace import Trace
     from hfpatch.tracing.watch import Watch
 
     model, ids = build(args.device)
     plain = timer(args.device, lambda: step(model, ids))
-    spent: list[float] = [0.0]
-    depth = [0]
+    clock = time.perf_counter if args.device == "cuda" else time.process_time
+    parts: dict[str, float] = {}
+    within: list[float] = []  # time in the functions that each function under way has called
 
-    def counted(function: Any) -> Any:
+    def counted(function: Any, part: str) -> Any:
         def run(*a: Any, **k: Any) -> Any:
-            depth[0] += 1
-            start = time.perf_counter()
+            if part == "read" and args.device == "cuda":
+                torch.cuda.synchronize()
+            within.append(0.0)
+            start = clock()
             try:
                 return function(*a, **k)
             finally:
-                depth[0] -= 1
-                if depth[0] == 0:
-                    spent[0] += time.perf_counter() - start
+                spent = clock() - start
+                parts[part] = parts.get(part, 0.0) + (spent - within.pop()) * 1e3
+                if within:
+                    within[-1] += spent
 
         return run
 
     names = {
-        Watch: ("__init__", "start", "called", "returned", "finish", "_event", "_begin_backward", "_end_backward"),
-        Trace: ("__enter__", "__exit__", "_called", "_returned", "_conclude"),
+        "weights": (Watch, ("start",)),
+        "forward hooks": (Watch, ("called", "returned", "finish")),
+        "backward hooks": (Watch, ("_gradient",)),
+        "gradients of parameters": (Watch, ("_end_backward",)),
+        "launches": (Lots, ("flush",)),
+        "read": (Step, ("close",)),
+        "growth": (Growth, ("finding",)),
+        "other": (Trace, ("_called", "_returned", "_conclude")),
     }
-    before = [(owner, name, getattr(owner, name)) for owner, listed in names.items() for name in listed]
+    before = [(owner, name, getattr(owner, name), part) for part, (owner, all_) in names.items() for name in all_]
     rows: list[Row] = []
     try:
-        for owner, name, function in before:
-            setattr(owner, name, counted(function))
+        for owner, name, function, part in before:
+            setattr(owner, name, counted(function, part))
         for level in ("blocks", "modules"):
             state = {"on": False}
             trace = hfpatch.trace(model, level=level, steps=lambda _, state=state: state["on"])
 
-            def traced(trace: Any = trace, state: dict[str, bool] = state) -> float:
-                spent[0], state["on"] = 0.0, True
+            kept: list[dict[str, float]] = []
+
+            def traced(
+                trace: Any = trace, state: dict[str, bool] = state, kept: list[dict[str, float]] = kept
+            ) -> float:
+                parts.clear()
+                state["on"] = True
                 step(model, ids)
                 state["on"] = False
                 trace.steps.clear()
-                return spent[0] * 1e3
+                kept.append(dict(parts))
+                return sum(parts.values())
 
-            trace.__enter__()
-            alternate(2, {"plain": plain, "traced": traced})
-            found = alternate(args.rounds, {"plain": plain, "traced": traced})
-            trace.__exit__(None, None, None)
+            with trace:
+                alternate(2, {"plain": plain, "traced": traced})
+                kept.clear()
+                found = alternate(args.rounds, {"plain": plain, "traced": traced})
             share = [1 + t / p for t, p in zip(found["traced"], found["plain"], strict=True)]
             rows.append(
                 {
                     "variant": f"trace, {level}",
-                    "inside ms": median(found["traced"]),
-                    "1 + inside / plain": median(share),
+                    **{part: median(t.get(part, 0.0) for t in kept) for part in names},
+                    "1 + all / plain": median(share),
                     "target": TARGETS[args.device].get(f"trace, {level}"),
                 }
             )
     finally:
-        for owner, name, function in before:
+        for owner, name, function, _ in before:
             setattr(owner, name, function)
-    table("Time inside the tracer", rows)
+    table("Time inside the tracer, ms", rows)
     return rows
 
 

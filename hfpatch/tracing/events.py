@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -67,19 +67,14 @@ class Stats:
 
 
 class Table:
-    """The rows of `hfpatch.numerics.statistics` of one device, once the step is over.
+    """The rows of `hfpatch.numerics.statistics` of one device, once the step is over; as numbers when they are asked.
 
-    Attributes:
-        rms: RMS of each tensor.
-        nonfinite: Number of elements of each that are NaN or infinite.
-        late: Rows of tensors that were written to in place before they were measured.
+    Args:
+        found: Float64 `[rows, columns]`.
     """
 
-    def __init__(self, values: torch.Tensor, late: Collection[int]) -> None:
-        self.rms: list[float] = (values[:, 10].clamp(min=0) / values[:, 11].clamp(min=1)).sqrt().tolist()
-        self.nonfinite: list[float] = values[:, :3].sum(1).tolist()
-        self.late = late
-        self._found = values
+    def __init__(self, found: torch.Tensor) -> None:
+        self._found = found
 
     @cached_property
     def rows(self) -> list[list[float]]:
@@ -105,6 +100,8 @@ class Event:
         forward: For a gradient, the event of its tensor; None if that was recomputed under checkpointing.
         is_difference: True if this is the difference of a buffer from the value its module computes at build.
         read: The statistics, once they were read.
+        rms, nonfinite: As in `stats`, once the step is over.
+        late: True if the tensor was written to in place before it was measured: the statistics are of its later values.
     """
 
     index: int
@@ -122,6 +119,9 @@ class Event:
     forward: int | None = None
     is_difference: bool = False
     read: Stats | None = None
+    rms: float = 0.0
+    nonfinite: int = 0
+    late: bool = False
 
     @property
     def stats(self) -> Stats:
@@ -131,13 +131,10 @@ class Event:
             RuntimeError: The step is not over.
         """
         if self.read is None:
-            self.read = stats(self._read().rows[self.row], self.size)
+            if self.table is None:
+                raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
+            self.read = stats(self.table.rows[self.row], self.size)
         return self.read
-
-    def _read(self) -> Table:
-        if self.table is None:
-            raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
-        return self.table
 
     @property
     def size(self) -> int:
@@ -145,32 +142,18 @@ class Event:
         return math.prod(self.shape)
 
     @property
-    def rms(self) -> float:
-        """RMS of the finite elements, as in `stats`."""
-        return self._read().rms[self.row]
-
-    @property
-    def nonfinite(self) -> int:
-        """Number of elements that are NaN or infinite, as in `stats`."""
-        return int(self._read().nonfinite[self.row])
-
-    @property
-    def late(self) -> bool:
-        """True if the tensor was written to in place before it was measured: these are its later values."""
-        return self.row in self._read().late
-
-    @property
     def label(self) -> str:
         """Description of the tensor: role and name, such as `gradient of output 'logits'`."""
         name = f" {self.name!r}" if self.name else ""
         lead = "gradient of " if self.phase in ("backward", "gradients") else ""
-        late = " (as it was after a later operation wrote to it in place)" if self.table and self.late else ""
+        late = " (as it was after a later operation wrote to it in place)" if self.late else ""
         return f"{lead}{self.role}{name}{late}"
 
     @property
     def bad(self) -> bool:
         """True if it holds a NaN or an infinity; False for a difference of buffers."""
-        return self.nonfinite > 0 and not self.is_difference
+        nonfinite = self.nonfinite if self.table is not None else self.stats.nonfinite
+        return nonfinite > 0 and not self.is_difference
 
 
 @dataclass(slots=True)
@@ -249,12 +232,20 @@ class Step:
 
     def close(self, rows: Mapping[torch.device, Rows]) -> bool:
         """Give the events their statistics; True if any needs a diagnosis: not finite, all zero, or compared."""
-        values = {device: gathered.read() for device, gathered in rows.items()}
-        tables = {device: Table(read, rows[device].late) for device, read in values.items()}
         within = [e for operation in self.own_code for e in (operation.given, *operation.made)]
-        for event in (*self.events, *within):
-            event.table = tables[event.device]
-        odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in values.values())
+        events = [*self.events, *within]
+        odd = False
+        for device, gathered in rows.items():
+            found = gathered.read()
+            table, late = Table(found), gathered.late
+            bad = found[:, :3].sum(1)
+            odd = odd or bool(((bad > 0) | ((found[:, 7] == 0) & (found[:, 8] == 0))).any())
+            rms = (found[:, 10].clamp(min=0) / found[:, 11].clamp(min=1)).sqrt().tolist()
+            nonfinite = bad.long().tolist()
+            for event in events if len(rows) == 1 else [e for e in events if e.device == device]:
+                row = event.row
+                event.table, event.rms, event.nonfinite = table, rms[row], nonfinite[row]
+                event.late = row in late
         return odd or any(e.is_difference for e in self.events)
 
     def overwritten(self) -> set[tuple[str, str, str]]:

@@ -69,10 +69,9 @@ class Watch:
         self.beside: dict[str, nn.Module] = {}
         self._root = places.containers[""]
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        self._numbers: dict[str, int] = {}
         self._stack: list[tuple[str, int]] = []
         self._hooked: set[tuple[str, int, str]] = set()
-        self._passages: dict[tuple[str, int], Passage] = {}
+        self._passages: dict[str, Passage] = {}  # of each module the last
         self._returned = 0
         self._handles: list[RemovableHandle] = []
         self._taken: set[int] = set()
@@ -168,9 +167,9 @@ class Watch:
         """Record the call of a watched module; with `keeps`, keep the call so that it can be run again."""
         if not self._running:
             return
-        number = self._numbers.get(path, -1) + 1
-        self._numbers[path] = number
-        passage = self._passages[path, number] = Passage(path, number, [], [])
+        last = self._passages.get(path)
+        number = 0 if last is None else last.number + 1
+        passage = self._passages[path] = Passage(path, number, [], [])
         self.step.passages.append(passage)
         if not keeps and len(args) == 1 and not kwargs and (known := self._known(args[0])) is not None:
             passage.inputs.append(known)
@@ -201,11 +200,11 @@ class Watch:
 
     def returned(self, path: str, output: Any, keeps: bool) -> None:
         """Record the output of a watched module; `keeps` as for `called`."""
-        number = self._numbers.get(path, 0)
-        passage = self._passages.get((path, number)) if self._running else None
-        if passage is None:
-            self._recomputed(path, output, keeps)
+        passage = self._passages.get(path)
+        if passage is None or not self._running:
+            self._recomputed(path, 0 if passage is None else passage.number, output, keeps)
             return
+        number = passage.number
         call = self.calls.get((path, number)) if keeps else None
         for name, tensor in floating(output):
             known = self._known(tensor)
@@ -226,9 +225,8 @@ class Watch:
             if self.progress is not None:
                 self.progress(path)
 
-    def _recomputed(self, path: str, output: Any, keeps: bool) -> None:
+    def _recomputed(self, path: str, number: int, output: Any, keeps: bool) -> None:
         """Follow the gradients of an output that was computed again under checkpointing."""
-        number = self._numbers.get(path, 0)
         call = self.calls.get((path, number)) if keeps else None
         for name, tensor in floating(output) if self.backward else ():
             if not tensor.requires_grad:
@@ -261,7 +259,7 @@ class Watch:
     def _known(self, tensor: torch.Tensor) -> int | None:
         """Return the event of a tensor that was recorded before and not written to since; None for any other."""
         known = self._seen.get(id(tensor))
-        return known[2] if known and known[0]() is tensor and known[1] == version(tensor) else None
+        return known[2] if known is not None and known[0]() is tensor and known[1] == version(tensor) else None
 
     def _new(
         self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor, call: Call | None

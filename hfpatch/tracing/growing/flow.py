@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from hfpatch.tracing.events import Event, Operation, Passage, Step
@@ -52,8 +53,10 @@ def factor(after: float, before: float, more: float) -> float:
         more: Elements of the tensor after, divided by those of the tensor before.
     """
     plain = after / before
-    low, high = sorted((plain, plain * more))
-    return low if low > 1 else high if high < 1 else 1.0
+    other = plain * more
+    if plain > 1 and other > 1:
+        return min(plain, other)
+    return max(plain, other) if plain < 1 and other < 1 else 1.0
 
 
 def changes(step: Step) -> list[Change]:
@@ -118,7 +121,7 @@ def _blocks(step: Step, gradients: _Gradients) -> Iterator[Change]:
         within = [e for e in inner.get((passage.path, passage.number), []) if sound(e)]
         if ends and within:
             end = max(ends, key=lambda e: e.rms)
-            top = max(within, key=lambda e: _between(e, end))
+            top = max(within, key=partial(_between, before=end))
             yield from _change("backward", "inside", passage, end, top)
 
 
