@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -28,8 +29,8 @@ SAMPLE = 2048
 EXTREMES, OF_SAMPLE = (0, 1, 2, 7, 8), (3, 4, 5, 6, 9, 10, 11)
 """Columns that are of all elements, and those that are of a sample of a large tensor."""
 
-TOGETHER = 32
-"""Samples that are reduced together: this saves calls, and temporaries stay small enough for the cache."""
+TOGETHER = 64 * SAMPLE
+"""Elements of samples that are reduced together: this saves calls, and temporaries stay small enough for the cache."""
 
 
 class Rows(Protocol):
@@ -111,19 +112,22 @@ class CPURows:
         """See `Rows`."""
         # "cpu" is explicit, because the caller may have set another default device
         table = torch.zeros(self._count, len(COLUMNS), dtype=torch.float64, device="cpu")
-        if self._extremes:
-            places = torch.tensor(list(self._extremes), device="cpu")[:, None]
-            found = torch.tensor(list(self._extremes.values()), dtype=torch.float64, device="cpu")
-            table[places, torch.tensor(EXTREMES, device="cpu")] = found
-        columns = torch.tensor(OF_SAMPLE, device="cpu")
-        for (_, _, whole), listed in self._samples.items():
-            for start in range(0, len(listed), TOGETHER):
-                numbers, samples = zip(*listed[start : start + TOGETHER], strict=True)
+        numbers = list(self._extremes)
+        found = [torch.tensor(list(self._extremes.values()), dtype=torch.float64, device="cpu").view(-1, 5)]
+        sampled: list[int] = []
+        figures: list[torch.Tensor] = []
+        for (shape, _, whole), listed in self._samples.items():
+            many = max(1, TOGETHER // math.prod(shape))
+            for start in range(0, len(listed), many):
+                places, samples = zip(*listed[start : start + many], strict=True)
                 together = torch.stack(samples).view(len(samples), -1)
-                places = torch.tensor(numbers, device="cpu")[:, None]
-                table[places, columns] = _sampled(together)
+                sampled += places
+                figures.append(_sampled(together))
                 if whole:
-                    table[places, torch.tensor(EXTREMES, device="cpu")] = _whole(together)
+                    numbers += places
+                    found.append(_whole(together))
+        _fill(table, numbers, EXTREMES, found)
+        _fill(table, sampled, OF_SAMPLE, figures)
         return table
 
 
@@ -152,6 +156,11 @@ def _with_nonfinite(flat: torch.Tensor) -> tuple[float, float, float, float, flo
     counts = (flat.isnan().sum(), (flat == math.inf).sum(), (flat == -math.inf).sum())
     nan, posinf, neginf = (float(c) for c in counts)
     return nan, posinf, neginf, least, most
+
+
+def _fill(table: torch.Tensor, rows: Sequence[int], columns: Sequence[int], found: list[torch.Tensor]) -> None:
+    if rows:
+        table[torch.tensor(rows, device="cpu")[:, None], torch.tensor(columns, device="cpu")] = torch.cat(found)
 
 
 def _whole(tensors: torch.Tensor) -> torch.Tensor:
