@@ -211,6 +211,7 @@ def inside(args: Any) -> list[Row]:
 
     def counted(function: Any, part: str) -> Any:
         def run(*a: Any, **k: Any) -> Any:
+            begun = clock()
             if part == "read" and args.device == "cuda":
                 torch.cuda.synchronize()
             within.append(0.0)
@@ -218,10 +219,10 @@ def inside(args: Any) -> list[Row]:
             try:
                 return function(*a, **k)
             finally:
-                spent = clock() - start
-                parts[part] = parts.get(part, 0.0) + (spent - within.pop()) * 1e3
+                now = clock()
+                parts[part] = parts.get(part, 0.0) + (now - start - within.pop()) * 1e3
                 if within:
-                    within[-1] += spent
+                    within[-1] += now - begun
 
         return run
 

@@ -173,15 +173,17 @@ class TritonRows:
     def extend(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `statistics_lots.Measured`."""
         numbers: dict[torch.dtype, list[int]] = defaultdict(list)
-        listed: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        listed: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
+        kept: list[torch.Tensor] = []  # until the kernels are launched
         for given in tensors:
             plain = given.dtype in DTYPES and given.is_contiguous() and not given.is_neg()
             tensor = given if plain else flattened(given)
-            number = len(self._sizes)
-            self._sizes.append(tensor.numel())
-            if tensor.dtype in DTYPES:
-                numbers[tensor.dtype].append(number)
-                listed[tensor.dtype].append(tensor)
+            number, size, dtype = len(self._sizes), tensor.numel(), tensor.dtype
+            self._sizes.append(size)
+            if dtype in DTYPES:
+                numbers[dtype].append(number)
+                listed[dtype].append((tensor.data_ptr(), size))
+                kept.append(tensor)
             else:
                 self._others.extend([tensor])
                 self._other_numbers.append(number)
@@ -189,13 +191,13 @@ class TritonRows:
             self._launch(dtype, together)
             self._order += numbers[dtype]
 
-    def _launch(self, dtype: torch.dtype, tensors: list[torch.Tensor]) -> None:
-        count = len(tensors)
+    def _launch(self, dtype: torch.dtype, listed: list[tuple[int, int]]) -> None:
+        """Launch the kernels for tensors of a dtype, each an address and a number of elements."""
+        count = len(listed)
         if self._used + count > CHUNK:
             self._new_chunk()
         place = slice(self._used, self._used + count)
         self._used += count
-        listed = [(t.data_ptr(), t.numel()) for t in tensors]
         self._host[place] = listed
         meta, rows = self._meta[place], self._tables[-1][place]
         meta.copy_(self._pinned[place], non_blocking=True)
@@ -228,7 +230,9 @@ class TritonRows:
         if self._tables:
             self._tables[-1] = self._tables[-1][: self._used]
         pieces = [rows[:, : len(COLUMNS)] for rows in self._tables]
-        found = torch.cat([*pieces, self._others.stacked().to(self._device)]).cpu().double()
+        if self._other_numbers:
+            pieces.append(self._others.stacked().to(self._device))
+        found = torch.cat(pieces).cpu().double()
         table = torch.empty_like(found)
         table[torch.tensor([*self._order, *self._other_numbers], device="cpu")] = found
         sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")

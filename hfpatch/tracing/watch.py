@@ -139,7 +139,8 @@ class Watch:
             self.output = output
             self.returned("", output, True)
             self.end_at(output)
-        self.measure()  # an optimizer may step within the backward pass
+        if self._taken:  # an optimizer steps within the backward pass
+            self.measure()
         self._running = False
 
     def measure(self) -> None:
