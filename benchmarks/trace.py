@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/trace.py
     python benchmarks/trace.py --device cuda
+    OMP_NUM_THREADS=1 python benchmarks/trace.py --anchor-rounds 0 --host    (a minute or two)
 
 Targets: blocks at most 1.03 times the plain step on a CPU and 1.08 on a GPU, every module 1.10 and 1.25; nothing once
-off. On a
-GPU a traced step must synchronise once at most. CPU: an 8-layer Llama, 256 wide, float32, 4 x 256 tokens, process CPU
-time. GPU: a Llama of 1.1 B parameters, bfloat16, 4 x 1,024 tokens, wall time.
+off. On a GPU a traced step must synchronise once at most. Beside it runs the floor: hooks that append outputs and
+gradients to a list and do nothing else. `--host` is a step on a CPU that the host bounds, as a small batch does on a
+GPU: 22 layers, 32 wide, 8 tokens; it has no target. CPU: an 8-layer Llama, 256 wide, float32, 4 x 256 tokens, process
+CPU time. GPU: a Llama of 1.1 B parameters, bfloat16, 4 x 1,024 tokens, wall time.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from common import Row, alternate, cpu_name, header, median, ratio, spread, tabl
 
 SHAPES = {
     "cpu": {"hidden": 256, "intermediate": 688, "layers": 8, "heads": 8, "batch": 4, "tokens": 256, "vocabulary": 4096},
+    "host": {"hidden": 32, "intermediate": 64, "layers": 22, "heads": 8, "batch": 1, "tokens": 8, "vocabulary": 128},
     "cuda": {
         "hidden": 2048, "intermediate": 5632, "layers": 22, "heads": 32, "batch": 4, "tokens": 1024, "vocabulary": 32000
     },
 }  # fmt: skip
 TARGETS = {
     "cpu": {"trace, blocks": 1.03, "trace, modules": 1.10},
+    "host": {},
     "cuda": {"trace, blocks": 1.08, "trace, modules": 1.25},
 }
 
@@ -39,20 +43,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--anchor-rounds", type=int, default=5, help="turns of the slow anchors")
+    parser.add_argument("--anchor-rounds", type=int, default=5, help="turns of the slow anchors; 0: without")
+    parser.add_argument("--host", action="store_true", help="a step on a CPU that the host bounds")
     parser.add_argument("--json", help="write the figures here as well")
     args = parser.parse_args()
 
     import torch
 
-    if args.device == "cpu":
+    if args.host:
+        args.device = "host"
+    if args.device != "cuda":
         torch.set_num_threads(1)
-    name = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
+    name = cpu_name() if args.device != "cuda" else torch.cuda.get_device_name()
     facts = header("A traced training step", name, "torch", "transformers", "hfpatch")
     facts["shape"] = SHAPES[args.device]
     facts["ours"] = ours(args)
     facts["inside"] = inside(args)
-    facts["anchors"] = anchors(args)
+    if args.anchor_rounds:
+        facts["anchors"] = anchors(args)
     if args.device == "cuda":
         facts["synchronisations"] = synchronisations(args)
     write_json(args.json, facts)
@@ -70,8 +78,8 @@ def build(device: str) -> tuple[Any, Any]:
         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
         num_key_value_heads=max(4, shape["heads"] // 8), tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    with torch.device(device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device("cuda" if device == "cuda" else "cpu"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype).train()
         ids = torch.randint(0, shape["vocabulary"], (shape["batch"], shape["tokens"]))
     return model, ids
@@ -89,7 +97,7 @@ def timer(device: str, run: Callable[[], None]) -> Callable[[], float]:
 
     def timed() -> float:
         gc.collect()
-        if device == "cpu":
+        if device != "cuda":
             start = time.process_time()
             run()
             return (time.process_time() - start) * 1e3
@@ -104,7 +112,10 @@ def timer(device: str, run: Callable[[], None]) -> Callable[[], float]:
 
 def ours(args: Any) -> list[Row]:
     """The tracer, all its statistics, in turn with the plain step on one model."""
+    import torch
+
     import hfpatch
+    from hfpatch.tracing.watched import places
 
     model, ids = build(args.device)
     params = sum(p.numel() for p in model.parameters())
@@ -125,6 +136,27 @@ def ours(args: Any) -> list[Row]:
 
         return run
 
+    def floor(level: str) -> Callable[[], None]:
+        chosen = places(model)
+        listed = [*chosen.containers.values(), *chosen.blocks.values()]
+        listed += chosen.inner.values() if level == "modules" else []
+        found: list[Any] = []
+
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            first = output if isinstance(output, torch.Tensor) else next(iter(output), None)
+            found.append(first)
+            if isinstance(first, torch.Tensor) and first.requires_grad:
+                first.register_hook(found.append)
+
+        def run() -> None:
+            handles = [module.register_forward_hook(hook) for module in listed]
+            step(model, ids)
+            for handle in handles:
+                handle.remove()
+            found.clear()
+
+        return run
+
     def off() -> Callable[[], None]:
         trace = hfpatch.trace(model, steps=[0])
         trace.__enter__()
@@ -141,6 +173,8 @@ def ours(args: Any) -> list[Row]:
         "plain again": plain,
         "trace, blocks": traced("blocks"),
         "trace, modules": traced("modules"),
+        "only append, blocks": floor("blocks"),
+        "only append, modules": floor("modules"),
         "trace, after its last step": off(),
     }
     variants = {name: timer(args.device, run) for name, run in runs.items()}
@@ -156,68 +190,91 @@ def ours(args: Any) -> list[Row]:
 
 
 def inside(args: Any) -> list[Row]:
-    """Time spent in the tracer's own code, hooks and reading, as a share of the plain steps between: noise of the
-    machine cancels, launches on a GPU are not seen.
+    """Time spent in the tracer's own code by part, as a share of the plain steps between: noise of the machine cancels.
+
+    The wait for a GPU before the rows are read is left out: the plain step waits for it too.
     """
+    import torch
+
     import hfpatch
+    from hfpatch.numerics.statistics_lots import Lots
+    from hfpatch.tracing.events import Step
+    from hfpatch.tracing.growing.growth import Growth
     from hfpatch.tracing.trace import Trace
     from hfpatch.tracing.watch import Watch
 
     model, ids = build(args.device)
     plain = timer(args.device, lambda: step(model, ids))
-    spent: list[float] = [0.0]
-    depth = [0]
+    clock = time.perf_counter if args.device == "cuda" else time.process_time
+    parts: dict[str, float] = {}
+    within: list[float] = []  # time in the functions that each function under way has called
 
-    def counted(function: Any) -> Any:
+    def counted(function: Any, part: str) -> Any:
         def run(*a: Any, **k: Any) -> Any:
-            depth[0] += 1
-            start = time.perf_counter()
+            begun = clock()
+            if part == "read" and args.device == "cuda":
+                torch.cuda.synchronize()
+            within.append(0.0)
+            start = clock()
             try:
                 return function(*a, **k)
             finally:
-                depth[0] -= 1
-                if depth[0] == 0:
-                    spent[0] += time.perf_counter() - start
+                now = clock()
+                parts[part] = parts.get(part, 0.0) + (now - start - within.pop()) * 1e3
+                if within:
+                    within[-1] += now - begun
 
         return run
 
     names = {
-        Watch: ("__init__", "start", "called", "returned", "finish", "_event", "_begin_backward", "_end_backward"),
-        Trace: ("__enter__", "__exit__", "_called", "_returned", "_conclude"),
+        "weights": (Watch, ("start",)),
+        "forward hooks": (Watch, ("called", "returned", "finish")),
+        "backward hooks": (Watch, ("_gradient",)),
+        "gradients of parameters": (Watch, ("_end_backward",)),
+        "launches": (Lots, ("flush",)),
+        "read": (Step, ("close",)),
+        "growth": (Growth, ("finding",)),
+        "other": (Trace, ("_called", "_returned", "_conclude")),
     }
-    before = [(owner, name, getattr(owner, name)) for owner, listed in names.items() for name in listed]
+    before = [(owner, name, getattr(owner, name), part) for part, (owner, all_) in names.items() for name in all_]
     rows: list[Row] = []
     try:
-        for owner, name, function in before:
-            setattr(owner, name, counted(function))
+        for owner, name, function, part in before:
+            setattr(owner, name, counted(function, part))
         for level in ("blocks", "modules"):
             state = {"on": False}
             trace = hfpatch.trace(model, level=level, steps=lambda _, state=state: state["on"])
 
-            def traced(trace: Any = trace, state: dict[str, bool] = state) -> float:
-                spent[0], state["on"] = 0.0, True
+            kept: list[dict[str, float]] = []
+
+            def traced(
+                trace: Any = trace, state: dict[str, bool] = state, kept: list[dict[str, float]] = kept
+            ) -> float:
+                parts.clear()
+                state["on"] = True
                 step(model, ids)
                 state["on"] = False
                 trace.steps.clear()
-                return spent[0] * 1e3
+                kept.append(dict(parts))
+                return sum(parts.values())
 
-            trace.__enter__()
-            alternate(2, {"plain": plain, "traced": traced})
-            found = alternate(args.rounds, {"plain": plain, "traced": traced})
-            trace.__exit__(None, None, None)
+            with trace:
+                alternate(2, {"plain": plain, "traced": traced})
+                kept.clear()
+                found = alternate(args.rounds, {"plain": plain, "traced": traced})
             share = [1 + t / p for t, p in zip(found["traced"], found["plain"], strict=True)]
             rows.append(
                 {
                     "variant": f"trace, {level}",
-                    "inside ms": median(found["traced"]),
-                    "1 + inside / plain": median(share),
-                    "target": TARGETS[args.device][f"trace, {level}"],
+                    **{part: median(t.get(part, 0.0) for t in kept) for part in names},
+                    "1 + all / plain": median(share),
+                    "target": TARGETS[args.device].get(f"trace, {level}"),
                 }
             )
     finally:
-        for owner, name, function in before:
+        for owner, name, function, _ in before:
             setattr(owner, name, function)
-    table("Time inside the tracer", rows)
+    table("Time inside the tracer, ms", rows)
     return rows
 
 

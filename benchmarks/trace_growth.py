@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/trace_growth.py --all            every tiny architecture too, fresh and trained
 
 A planted fault stands in the third block of a tiny model, in the code of a module around it. It is named rightly if the
-finding has its symptom, its module and its operation.
+finding has its symptom, its module and its operation. The real models need the packages of requirements-evidence.txt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import ROOT, Row, cpu_name, header, table, write_json
+from common import Row, cpu_name, header, table, write_json
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,6 +26,8 @@ ARCHITECTURES = (
     "llama", "gemma3_text", "gpt2", "mixtral", "bloom", "falcon", "qwen3", "phi3", "olmo2", "t5",
 )  # fmt: skip
 AT = 2
+TOKENS = 64
+"""Of the text that real models read."""
 
 
 def main() -> None:
@@ -265,27 +267,26 @@ def tiny(steps: int, part: int, of: int) -> Row:
 
 def real() -> list[Row]:
     """Real weights, float32: alarms, and the largest factors in one block."""
-    import sys
-
+    from evidence_models import LARGE, ROWS
     from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperForConditionalGeneration
 
     import hfpatch
     from hfpatch.tracing.growing.flow import changes
-
-    sys.path.insert(0, str(ROOT / "tests" / "real"))
-    import weights  # pyright: ignore[reportMissingImports]
+    from tests.real.inputs import TEXT, keep_rows
+    from tests.real.weights import checkpoint
 
     rows: list[Row] = []
-    for name in ("gemma3-270m", "smollm2-135m", "whisper-base"):
-        folder = weights.checkpoint(name)
+    for name in ("gemma3-270m", "smollm2-135m", "whisper-base", "qwen2.5-coder-0.5b"):
+        folder = checkpoint(name)
         if name == "whisper-base":
             model: Any = WhisperForConditionalGeneration.from_pretrained(folder)
             batch = {"input_features": torch.randn(1, 80, 3000), "labels": torch.arange(100, 108)[None]}
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            text = "The quick brown fox jumps over the lazy dog, and then it sleeps all day in the warm sun."
-            batch = dict(AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt"))
-            batch["labels"] = batch["input_ids"]
+            ids: Any = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"][:, :TOKENS]
+            if model.config.vocab_size > LARGE:  # a head that a CPU would spend most of the step on
+                ids = keep_rows(model, ids, ROWS)
+            batch = {"input_ids": ids, "labels": ids}
         start = time.process_time()
         with hfpatch.trace(model) as t:
             model(**batch).loss.backward()
@@ -294,6 +295,7 @@ def real() -> list[Row]:
         rows.append(
             {
                 "model": name,
+                "tokens": batch["labels"].numel(),
                 "alarms": len(t.findings),
                 **{d: max(c.factor for c in blocks if c.direction == d) for d in ("forward", "backward")},
                 "seconds": seconds,

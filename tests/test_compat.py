@@ -431,6 +431,33 @@ class TestDynamo:
 
 
 class TestAutograd:
+    def test_a_gradient_is_seen_as_a_registered_hook_sees_it(self) -> None:
+        """Also after an in-place write, and beside hooks of the user that are removed."""
+        leaf = torch.randn(3, requires_grad=True)
+        seen: dict[str, torch.Tensor] = {}
+        made = leaf * 2
+        first = made.register_hook(lambda g: seen.setdefault("removed", g))
+        autograd.on_gradient(made, lambda g: seen.update(ours=g))
+        autograd.on_gradient(made, lambda g: seen.update(again=g))
+        later = made.register_hook(lambda g: seen.update(theirs=g))
+        first.remove()
+        made.mul_(5)
+        made.sum().backward()
+        assert sorted(seen) == ["again", "ours", "theirs"]
+        assert all(torch.equal(g, torch.full((3,), 5.0)) for g in seen.values())
+        later.remove()
+        apart = (leaf * 2).split(2)
+        autograd.on_gradient(apart[1], lambda g: seen.update(part=g))
+        (apart[0].sum() + 7 * apart[1].sum()).backward()
+        assert seen["part"].tolist() == [7.0]
+
+    def test_what_steps_in_the_backward_pass_is_seen(self) -> None:
+        plain, stepped = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        handle = stepped.register_post_accumulate_grad_hook(lambda p: None)
+        assert [autograd.steps_in_backward(p) for p in (plain, stepped)] == [False, True]
+        handle.remove()
+        assert not autograd.steps_in_backward(stepped)
+
     def test_a_version_is_what_autograd_compares(self) -> None:
         x = torch.ones(2, requires_grad=True)
         held = x * 1

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfpatch.numerics.statistics import SAMPLE, CPURows, rows, stride
+from hfpatch.numerics.statistics_lots import Lots
 from hfpatch.numerics.statistics_plain import COLUMNS, THRESHOLDS, DeviceRows
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -50,6 +51,11 @@ def reference(tensor: torch.Tensor) -> list[float]:
     ]
 
 
+def plain(most: int = 0) -> Lots:
+    """The rows of a device without a kernel, tried on a CPU as well."""
+    return Lots(DeviceRows(), most)
+
+
 def measured(*tensors: torch.Tensor, kind: Any = None) -> list[list[float]]:
     gathered = kind() if kind is not None else rows(tensors[0].device)
     numbers = [gathered.add(t) for t in tensors]
@@ -75,9 +81,8 @@ def test_special_values(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_device_rows_agree(dtype: torch.dtype, device: str) -> None:
-    """The way for devices without a kernel, tried on a CPU as well."""
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype).to(device)
-    (row,) = measured(x, kind=DeviceRows)
+    (row,) = measured(x, kind=plain)
     same(row, x)
 
 
@@ -183,7 +188,7 @@ def test_the_sample_meets_every_channel_in_any_layout(layout: str) -> None:
 def test_the_callers_defaults_do_not_matter(device: str) -> None:
     """A default device that holds no values, and a default dtype too narrow for a row."""
     x = torch.full((300, 300), 1000.25, device=device)
-    kinds: list[Any] = [lambda: rows(x.device), DeviceRows]
+    kinds: list[Any] = [lambda: rows(x.device), plain]
     for kind in kinds:
         gathered = kind()
         torch.set_default_device("meta")
@@ -203,7 +208,7 @@ def test_the_callers_defaults_do_not_matter(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_float64_beyond_float32(device: str) -> None:
     x = torch.tensor([1e100, -2.0], dtype=torch.float64, device=device)
-    for kind in (None, DeviceRows):
+    for kind in (None, plain):
         row, other = measured(x, torch.ones(3, device=device), kind=kind)
         same(row, x)
         assert other[:9] == [0.0] * 7 + [1.0, 1.0]
@@ -254,3 +259,48 @@ def test_nothing_of_the_tensor_changes() -> None:
     y.sum().backward()
     assert (y._version, y.grad_fn) == before
     assert torch.equal(x.grad, torch.full_like(x, 2.0))  # type: ignore[arg-type]
+
+
+class TestLots:
+    def test_what_was_written_to_while_it_waited_is_named(self) -> None:
+        gathered = plain(most=10**9)
+        kept, written = torch.ones(4), torch.ones(4)
+        view = written.view(2, 2)
+        numbers = [gathered.add(t) for t in (kept, view, written)]
+        written.mul_(3)
+        numbers.append(gathered.add(written))
+        assert gathered.read()[:, 8].tolist() == [1.0, 3.0, 3.0, 3.0]
+        assert gathered.late == {1, 2}
+        assert numbers == [0, 1, 2, 3]
+
+    def test_at_once_is_before_the_write(self) -> None:
+        gathered = plain(most=10**9)
+        x, y = torch.ones(4), torch.ones(4)
+        gathered.add(x, at_once=True)
+        gathered.add(y)
+        gathered.flush()
+        x.mul_(3)
+        y.mul_(3)
+        assert gathered.read()[:, 8].tolist() == [1.0, 1.0]
+        assert not gathered.late
+
+    def test_a_tensor_that_counts_no_versions_does_not_wait(self) -> None:
+        gathered = plain(most=10**9)
+        with torch.inference_mode():
+            x = torch.ones(4)
+            gathered.add(x)
+            x.mul_(3)
+        assert gathered.read()[0, 8] == 1.0
+
+    @pytest.mark.parametrize("count", [3, 1000])
+    def test_what_waits_is_bounded(self, count: int) -> None:
+        """In bytes, however many tensors follow, and in their number."""
+        gathered = plain(most=4 * 100 * 4)
+        alive: list[weakref.ref[torch.Tensor]] = []
+        for value in range(count):
+            x = torch.full((100,), float(value))
+            alive.append(weakref.ref(x))
+            gathered.add(x)
+            del x
+            assert sum(ref() is not None for ref in alive[-20:]) <= 4
+        assert gathered.read()[:, 8].tolist() == [float(v) for v in range(count)]

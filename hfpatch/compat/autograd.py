@@ -1,9 +1,10 @@
-# torch has no public name for a tensor's version, for the end of a backward pass, nor for the node that runs in it
+# torch has no public name for a tensor's version and hooks, for the end of a backward pass, nor for the node that runs
 # pyright: reportPrivateUsage=false
 """What autograd and `torch.func` know of a tensor and of the pass that runs. Known in torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,25 @@ def version(tensor: torch.Tensor) -> int:
     `_version` is what autograd itself compares to tell that a saved tensor was overwritten.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have autograd call a hook with the gradient of a tensor that an operation made, as long as its graph lives.
+
+    It is entered as `Tensor.register_hook` does it, under a key that torch never assigns, and without a handle: making
+    one costs more than all else.
+    """
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = OrderedDict()
+        node: Any = tensor.grad_fn
+        node._register_hook_dict(tensor)
+    table: Any = tensor._backward_hooks
+    table[-1 - len(table)] = hook
+
+
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """True if something runs when a gradient was added to a parameter's `.grad`, such as an optimizer that frees it."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 
+from hfpatch.numerics.statistics_lots import Lots, most_waiting
 from hfpatch.numerics.statistics_plain import COLUMNS, THRESHOLDS, DeviceRows, flattened
 
 PLAIN = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
@@ -24,15 +26,33 @@ PLAIN = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 SAMPLE = 2048
 """Elements of a larger tensor from which mean, RMS and shares are computed on a CPU."""
 
-TOGETHER = 32
-"""Samples that are reduced together: this saves calls, and temporaries stay small enough for the cache."""
+EXTREMES, OF_SAMPLE = (0, 1, 2, 7, 8), (3, 4, 5, 6, 9, 10, 11)
+"""Columns that are of all elements, and those that are of a sample of a large tensor."""
+
+TOGETHER = 64 * SAMPLE
+"""Elements of samples that are reduced together: this saves calls, and temporaries stay small enough for the cache."""
 
 
 class Rows(Protocol):
-    """Rows of statistics of tensors on one device, collected there and read once."""
+    """Rows of statistics of tensors on one device, collected there and read once.
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Measure a floating-point or complex tensor, and return the index of its row. Does not wait for a GPU."""
+    Attributes:
+        late: Once they are read: rows of tensors that were written to in place before they were measured.
+    """
+
+    late: set[int]
+
+    def add(self, tensor: torch.Tensor, *, at_once: bool = False) -> int:
+        """Take in a floating-point or complex tensor, and return the index of its row. Does not wait for a GPU.
+
+        Args:
+            tensor: The tensor.
+            at_once: Measure it before anything else can write to it; else it may wait for others.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Measure what waits."""
         ...
 
     def read(self) -> torch.Tensor:
@@ -47,50 +67,67 @@ def rows(device: torch.device) -> Rows:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from hfpatch.numerics.statistics_triton import TritonRows
 
-        return TritonRows(device)
-    return DeviceRows()
+        return Lots(TritonRows(device), most_waiting(device))
+    return Lots(DeviceRows(), 0)
 
 
 class CPURows:
-    """Rows for the CPU: extremes are computed at once by `aminmax`, samples are reduced together when read."""
+    """Rows for the CPU. What is small is copied, and reduced with others of its shape when the rows are read.
+
+    Of what is large, extremes are computed at once by `aminmax`, and the rest from a copy of a sample.
+    """
 
     def __init__(self) -> None:
-        self._found: list[tuple[float, float, float, float, float]] = []
-        self._samples: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        self.late: set[int] = set()
+        self._count = 0
+        self._extremes: dict[int, tuple[float, float, float, float, float]] = {}
+        self._samples: dict[tuple[tuple[int, ...], torch.dtype, bool], list[tuple[int, torch.Tensor]]]
+        self._samples = defaultdict(list)
 
-    def add(self, tensor: torch.Tensor) -> int:
+    def add(self, tensor: torch.Tensor, *, at_once: bool = True) -> int:
         """See `Rows`."""
-        number = len(self._found)
-        plain = tensor.dtype in PLAIN and tensor.is_contiguous() and not tensor.is_neg()
-        flat = tensor.detach() if plain else flattened(tensor)
+        number = self._count
+        self._count += 1
+        flat = tensor.detach() if tensor.requires_grad else tensor
+        if not (flat.dtype in PLAIN and flat.is_contiguous() and not flat.is_neg()):
+            flat = flattened(flat)
         size = flat.numel()
         if size == 0:
-            self._found.append((0.0, 0.0, 0.0, math.inf, -math.inf))
-            return number
-        low, high = torch.aminmax(flat)
-        least, most = low.item(), high.item()
-        finite = math.isfinite(least) and math.isfinite(most)
-        self._found.append((0.0, 0.0, 0.0, least, most) if finite else _with_nonfinite(flat))
-        sample = flat.flatten().clone() if size <= 2 * SAMPLE else flat.as_strided(*_places(size)).contiguous()
-        self._samples[sample.numel(), sample.dtype].append((number, sample))
+            self._extremes[number] = (0.0, 0.0, 0.0, math.inf, -math.inf)
+        elif size <= 2 * SAMPLE:
+            self._samples[flat.shape, flat.dtype, True].append((number, flat.clone()))
+        else:
+            low, high = torch.aminmax(flat)
+            least, most = low.item(), high.item()
+            finite = math.isfinite(least) and math.isfinite(most)
+            self._extremes[number] = (0.0, 0.0, 0.0, least, most) if finite else _with_nonfinite(flat)
+            sample = flat.as_strided(*_places(size)).contiguous()
+            self._samples[sample.shape, sample.dtype, False].append((number, sample))
         return number
+
+    def flush(self) -> None:
+        """See `Rows`; nothing waits."""
 
     def read(self) -> torch.Tensor:
         """See `Rows`."""
         # "cpu" is explicit, because the caller may have set another default device
-        table = torch.zeros(len(self._found), len(COLUMNS), dtype=torch.float64, device="cpu")
-        if self._found:
-            table[:, [0, 1, 2, 7, 8]] = torch.tensor(self._found, dtype=torch.float64, device="cpu")
-        order: list[int] = []
-        found: list[torch.Tensor] = []
-        for listed in self._samples.values():
-            for start in range(0, len(listed), TOGETHER):
-                numbers, samples = zip(*listed[start : start + TOGETHER], strict=True)
-                order += numbers
-                found.append(_sampled(torch.stack(samples)))
-        if found:
-            columns = torch.tensor([3, 4, 5, 6, 9, 10, 11], device="cpu")
-            table[torch.tensor(order, device="cpu")[:, None], columns] = torch.cat(found)
+        table = torch.zeros(self._count, len(COLUMNS), dtype=torch.float64, device="cpu")
+        numbers = list(self._extremes)
+        found = [torch.tensor(list(self._extremes.values()), dtype=torch.float64, device="cpu").view(-1, 5)]
+        sampled: list[int] = []
+        figures: list[torch.Tensor] = []
+        for (shape, _, whole), listed in self._samples.items():
+            many = max(1, TOGETHER // math.prod(shape))
+            for start in range(0, len(listed), many):
+                places, samples = zip(*listed[start : start + many], strict=True)
+                together = torch.stack(samples).view(len(samples), -1)
+                sampled += places
+                figures.append(_sampled(together))
+                if whole:
+                    numbers += places
+                    found.append(_whole(together))
+        _fill(table, numbers, EXTREMES, found)
+        _fill(table, sampled, OF_SAMPLE, figures)
         return table
 
 
@@ -119,6 +156,23 @@ def _with_nonfinite(flat: torch.Tensor) -> tuple[float, float, float, float, flo
     counts = (flat.isnan().sum(), (flat == math.inf).sum(), (flat == -math.inf).sum())
     nan, posinf, neginf = (float(c) for c in counts)
     return nan, posinf, neginf, least, most
+
+
+def _fill(table: torch.Tensor, rows: Sequence[int], columns: Sequence[int], found: list[torch.Tensor]) -> None:
+    if rows:
+        table[torch.tensor(rows, device="cpu")[:, None], torch.tensor(columns, device="cpu")] = torch.cat(found)
+
+
+def _whole(tensors: torch.Tensor) -> torch.Tensor:
+    """Return nan, posinf, neginf, min and max of whole tensors `[rows, elements]`, float64 `[rows, 5]`."""
+    low, high = torch.aminmax(tensors, dim=1)
+    low, high = low.double(), high.double()
+    counts = torch.zeros(3, len(tensors), dtype=torch.float64, device="cpu")
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        finite = tensors.isfinite()
+        counts = torch.stack([tensors.isnan().sum(1), (tensors == math.inf).sum(1), (tensors == -math.inf).sum(1)])
+        low, high = torch.where(finite, tensors, math.inf).amin(1), torch.where(finite, tensors, -math.inf).amax(1)
+    return torch.stack([*counts.double(), low.double(), high.double()], dim=1)
 
 
 def _sampled(samples: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,21 +19,23 @@ THRESHOLDS = (2.0**-25, 2.0**-17, 2.0**-10)
 
 
 class DeviceRows:
-    """By plain torch operations, for devices without Triton: several passes, and nothing is read before `read`."""
+    """By plain torch operations, for `statistics_lots.Lots` without Triton: several passes, read together."""
 
     def __init__(self) -> None:
         self._rows: list[torch.Tensor] = []
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """See `statistics.Rows`."""
+    def extend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `statistics_lots.Measured`."""
+        self._rows += map(self._row, tensors)
+
+    def _row(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = flattened(tensor)
         x = flat if flat.dtype == torch.float64 else flat.float()
         if x.numel() == 0:
             row = torch.zeros(len(COLUMNS), dtype=x.dtype, device=x.device)
             row[7].fill_(math.inf)
             row[8].fill_(-math.inf)
-            self._rows.append(row)
-            return len(self._rows) - 1
+            return row
         finite = x.isfinite()
         clean = torch.where(finite, x, 0)
         size = clean.abs()
@@ -50,11 +53,10 @@ class DeviceRows:
             (clean * clean).sum(),
             finite.sum(),
         ]
-        self._rows.append(torch.stack([f.to(x.dtype) for f in figures]))
-        return len(self._rows) - 1
+        return torch.stack([f.to(x.dtype) for f in figures])
 
     def read(self) -> torch.Tensor:
-        """See `statistics.Rows`."""
+        """See `statistics_lots.Measured`."""
         return self.stacked().cpu().double()
 
     def stacked(self) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Statistics of tensors on a CUDA device, up to 128 tensors in one launch.
-
-A launch costs the host more than a tensor of a few megabytes costs the GPU. So tensors are kept by reference until
-there are many; one that is overwritten in place before the launch is measured with its new values.
-"""
+"""Statistics of tensors on a CUDA device: all tensors of a lot and a dtype in one launch of each of two kernels."""
 
 # Triton comes with torch's CUDA builds only, and its functions are not Python's.
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportIndexIssue=false
@@ -11,6 +7,8 @@ there are many; one that is overwritten in place before the launch is measured w
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -19,8 +17,6 @@ import triton.language as tl
 from hfpatch.numerics.statistics_plain import COLUMNS, DeviceRows, flattened
 
 CHUNK = 1024
-LOT = 128
-LOT_BYTES = 3 * 2**27
 WIDTH = 16
 """Floats in a row: the columns, padded to 64 bytes."""
 BLOCK = 1024
@@ -162,21 +158,11 @@ def _small(meta, rows, kind: tl.constexpr, block: tl.constexpr, many: tl.constex
         tl.atomic_add(row + 6, (tl.sum(e4m3, 0) - nothing).to(tl.float32))
 
 
-class _Waiting:
-    """Tensors of one dtype that are not measured yet, with the indices of their rows."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.numbers: list[int] = []
-
-
 class TritonRows:
-    """Rows for CUDA: tensors are collected by dtype and measured in lots; all rows are read together."""
+    """Rows for CUDA, for `statistics_lots.Lots`; all are read together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting = {dtype: _Waiting() for dtype in DTYPES}
-        self._bytes = 0
         self._tables: list[torch.Tensor] = []
         self._order: list[int] = []
         self._sizes: list[int] = []
@@ -184,43 +170,34 @@ class TritonRows:
         self._other_numbers: list[int] = []
         self._used = CHUNK  # of the last table
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """See `Rows`."""
-        waiting = self._waiting.get(tensor.dtype)
-        if waiting is not None and tensor.is_contiguous() and not tensor.is_neg():
-            # a detached alias keeps no graph alive, and does not follow a parameter whose `.data` is replaced
-            tensor = tensor.detach()
-        else:
-            tensor = flattened(tensor)
-            waiting = self._waiting.get(tensor.dtype)
-        number = len(self._sizes)
-        self._sizes.append(tensor.numel())
-        if waiting is None:
-            self._others.add(tensor)
-            self._other_numbers.append(number)
-            return number
-        waiting.tensors.append(tensor)
-        waiting.numbers.append(number)
-        self._bytes += tensor.nbytes
-        if len(waiting.tensors) == LOT or self._bytes > LOT_BYTES:
-            self._flush()
-        return number
+    def extend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `statistics_lots.Measured`."""
+        numbers: dict[torch.dtype, list[int]] = defaultdict(list)
+        listed: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
+        kept: list[torch.Tensor] = []  # until the kernels are launched
+        for given in tensors:
+            plain = given.dtype in DTYPES and given.is_contiguous() and not given.is_neg()
+            tensor = given if plain else flattened(given)
+            number, size, dtype = len(self._sizes), tensor.numel(), tensor.dtype
+            self._sizes.append(size)
+            if dtype in DTYPES:
+                numbers[dtype].append(number)
+                listed[dtype].append((tensor.data_ptr(), size))
+                kept.append(tensor)
+            else:
+                self._others.extend([tensor])
+                self._other_numbers.append(number)
+        for dtype, together in listed.items():
+            self._launch(dtype, together)
+            self._order += numbers[dtype]
 
-    def _flush(self) -> None:
-        for dtype, waiting in self._waiting.items():
-            if waiting.tensors:
-                self._launch(dtype, waiting.tensors)
-                self._order += waiting.numbers
-                self._waiting[dtype] = _Waiting()
-        self._bytes = 0
-
-    def _launch(self, dtype: torch.dtype, tensors: list[torch.Tensor]) -> None:
-        count = len(tensors)
+    def _launch(self, dtype: torch.dtype, listed: list[tuple[int, int]]) -> None:
+        """Launch the kernels for tensors of a dtype, each an address and a number of elements."""
+        count = len(listed)
         if self._used + count > CHUNK:
             self._new_chunk()
         place = slice(self._used, self._used + count)
         self._used += count
-        listed = [(t.data_ptr(), t.numel()) for t in tensors]
         self._host[place] = listed
         meta, rows = self._meta[place], self._tables[-1][place]
         meta.copy_(self._pinned[place], non_blocking=True)
@@ -247,14 +224,15 @@ class TritonRows:
         self._used = 0
 
     def read(self) -> torch.Tensor:
-        """See `Rows`."""
-        self._flush()
+        """See `statistics_lots.Measured`."""
         if not self._sizes:
             return torch.zeros(0, len(COLUMNS), dtype=torch.float64, device="cpu")
         if self._tables:
             self._tables[-1] = self._tables[-1][: self._used]
         pieces = [rows[:, : len(COLUMNS)] for rows in self._tables]
-        found = torch.cat([*pieces, self._others.stacked().to(self._device)]).cpu().double()
+        if self._other_numbers:
+            pieces.append(self._others.stacked().to(self._device))
+        found = torch.cat(pieces).cpu().double()
         table = torch.empty_like(found)
         table[torch.tensor([*self._order, *self._other_numbers], device="cpu")] = found
         sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")

@@ -94,7 +94,10 @@ class Call:
             A list of names, empty until the context ends: what the run changed, see `state_as_before`.
         """
         checkpointed = [m for m in self.module.modules() if m.__dict__.get("gradient_checkpointing") is True]
-        now = [_Random(None), *([_Random(torch.device("cuda"))] if torch.cuda.is_initialized() else [])]
+        now = [
+            _Random(None),
+            *([_Random(torch.device("cuda", torch.cuda.current_device()))] if torch.cuda.is_initialized() else []),
+        ]
         python, numbers = random.getstate(), np.random.get_state()
         before = {device: _autocast(device) for device in devices()}
         try:
@@ -233,4 +236,4 @@ class _Random:
 
 
 def _generator(device: torch.device) -> Any:
-    return torch.cuda.default_generators[torch.empty(0, device=device).get_device()]
+    return torch.cuda.default_generators[device.index]

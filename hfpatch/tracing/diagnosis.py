@@ -57,7 +57,7 @@ class Diagnosis:
 
     def finding(self) -> Finding | None:
         """Return the first fault; None if there is none."""
-        for event in self.step.events:
+        for event in sorted(self.step.events, key=lambda e: e.late):  # later values say less about where they began
             if event.is_difference and (found := self._differing_buffer(event)) is not None:
                 return found
             if event.bad and (found := self._diagnose(event)) is not None:

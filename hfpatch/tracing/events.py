@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+
+    from hfpatch.numerics.statistics import Rows
 
 Phase = Literal["weights", "forward", "backward", "gradients"]
 """`weights`: parameters and buffers before the forward pass; `gradients`: those of parameters, after the backward."""
@@ -62,6 +66,22 @@ class Stats:
         return f"{' and '.join(parts)} of {self.size:,} elements" if parts else f"finite, up to {self.largest:.4g}"
 
 
+class Table:
+    """The rows of `hfpatch.numerics.statistics` of one device, once the step is over; as numbers when they are asked.
+
+    Args:
+        found: Float64 `[rows, columns]`.
+    """
+
+    def __init__(self, found: torch.Tensor) -> None:
+        self._found = found
+
+    @cached_property
+    def rows(self) -> list[list[float]]:
+        """All columns."""
+        return self._found.tolist()
+
+
 @dataclass(slots=True)
 class Event:
     """One tensor at one place in one step.
@@ -80,6 +100,8 @@ class Event:
         forward: For a gradient, the event of its tensor; None if that was recomputed under checkpointing.
         is_difference: True if this is the difference of a buffer from the value its module computes at build.
         read: The statistics, once they were read.
+        rms, nonfinite: As in `stats`, once the step is over.
+        late: True if the tensor was written to in place before it was measured: the statistics are of its later values.
     """
 
     index: int
@@ -92,11 +114,14 @@ class Event:
     shape: tuple[int, ...]
     device: torch.device
     row: int
-    table: list[list[float]] | None = None
+    table: Table | None = None
     within: tuple[str, int] | None = None
     forward: int | None = None
     is_difference: bool = False
     read: Stats | None = None
+    rms: float = 0.0
+    nonfinite: int = 0
+    late: bool = False
 
     @property
     def stats(self) -> Stats:
@@ -108,20 +133,27 @@ class Event:
         if self.read is None:
             if self.table is None:
                 raise RuntimeError("step statistics are still on their device; leave the trace before reading them")
-            self.read = stats(self.table[self.row], math.prod(self.shape))
+            self.read = stats(self.table.rows[self.row], self.size)
         return self.read
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def label(self) -> str:
         """Description of the tensor: role and name, such as `gradient of output 'logits'`."""
         name = f" {self.name!r}" if self.name else ""
         lead = "gradient of " if self.phase in ("backward", "gradients") else ""
-        return f"{lead}{self.role}{name}"
+        late = " (as it was after a later operation wrote to it in place)" if self.late else ""
+        return f"{lead}{self.role}{name}{late}"
 
     @property
     def bad(self) -> bool:
         """True if it holds a NaN or an infinity; False for a difference of buffers."""
-        return self.stats.nonfinite > 0 and not self.is_difference
+        nonfinite = self.nonfinite if self.table is not None else self.stats.nonfinite
+        return nonfinite > 0 and not self.is_difference
 
 
 @dataclass(slots=True)
@@ -198,14 +230,27 @@ class Step:
         """Factor on the loss (the loss scale divided by the accumulation steps); None if it is not known."""
         return None if self.start is None else self.start.stats.largest or None
 
-    def close(self, tables: dict[torch.device, torch.Tensor]) -> bool:
+    def close(self, rows: Mapping[torch.device, Rows]) -> bool:
         """Give the events their statistics; True if any needs a diagnosis: not finite, all zero, or compared."""
         within = [e for operation in self.own_code for e in (operation.given, *operation.made)]
-        rows: dict[torch.device, list[list[float]]] = {device: table.tolist() for device, table in tables.items()}
-        for event in (*self.events, *within):
-            event.table = rows[event.device]
-        odd = any(bool((t[:, :3].sum(1) > 0).any() | ((t[:, 7] == 0) & (t[:, 8] == 0)).any()) for t in tables.values())
+        events = [*self.events, *within]
+        odd = False
+        for device, gathered in rows.items():
+            found = gathered.read()
+            table, late = Table(found), gathered.late
+            bad = found[:, :3].sum(1)
+            odd = odd or bool(((bad > 0) | ((found[:, 7] == 0) & (found[:, 8] == 0))).any())
+            rms = (found[:, 10].clamp(min=0) / found[:, 11].clamp(min=1)).sqrt().tolist()
+            nonfinite = bad.long().tolist()
+            for event in events if len(rows) == 1 else [e for e in events if e.device == device]:
+                row = event.row
+                event.table, event.rms, event.nonfinite = table, rms[row], nonfinite[row]
+                event.late = row in late
         return odd or any(e.is_difference for e in self.events)
+
+    def overwritten(self) -> set[tuple[str, str, str]]:
+        """Return module, role and name of the tensors that were written to in place before they were measured."""
+        return {(e.module, e.role, e.name) for e in self.events if e.late}
 
 
 def stats(row: list[float], size: int) -> Stats:

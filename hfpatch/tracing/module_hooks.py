@@ -43,14 +43,16 @@ def nothing(*_: Any) -> None:
 class _Before(_Uncopied):
     """Tells the watch that a module is called."""
 
-    def __init__(self, hooks: Hooks, path: str, keeps: bool) -> None:
-        self.hooks, self.path, self.keeps = hooks, path, keeps
+    def __init__(self, hooks: Hooks, path: str, keeps: bool, writes: bool) -> None:
+        self.hooks, self.path, self.keeps, self.writes = hooks, path, keeps, writes
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Pass on the call's arguments."""
         watch = self.hooks.watch
         if watch is not None and not in_transform():
             watch.called(self.path, module, args, kwargs, self.keeps)
+            if self.writes:
+                watch.measure()
 
 
 class _After(_Uncopied):
@@ -64,6 +66,11 @@ class _After(_Uncopied):
         watch = self.hooks.watch
         if watch is not None and not in_transform():
             watch.returned(self.path, output, self.keeps)
+
+
+def _writes(module: nn.Module) -> bool:
+    """True if a module is known to write to its input, as `nn.ReLU(inplace=True)` does, or to hold one that is."""
+    return any(m.__dict__.get("inplace") is True for m in module.modules())
 
 
 class Hooks:
@@ -80,7 +87,8 @@ class Hooks:
         for listed, keeps in ((places.containers, True), (places.blocks, True), (places.inner if inner else {}, False)):
             for path, module in listed.items():
                 if path:
-                    self._made.append((module, _Before(self, path, keeps), _After(self, path, keeps)))
+                    before = _Before(self, path, keeps, _writes(module))
+                    self._made.append((module, before, _After(self, path, keeps)))
 
     def set(self) -> None:
         """Set the hooks, unless they are set already."""

@@ -92,11 +92,11 @@ class Trace(Shown):
         self.intentional: list[str] = []
         self._by_epoch = epochs is not None
         self._compiled = survey.compiled
-        self._entered = 0
-        self._count = 0
-        self._compared = False
+        self._entered = self._count = 0
+        self._on = self._busy = self._compared = False
         self._growth = Growth()
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._overwritten: set[tuple[str, str, str]] = set()
         self._known: set[tuple[str, str, str]] = set()
         self._answered: dict[tuple[str, ...], Answer] = {}
         self._given: list[tuple[torch.Tensor, int]] = []
@@ -104,8 +104,6 @@ class Trace(Shown):
         self._hooks: Hooks | None = None
         self._handles: list[hooks.Handle] = []
         self._context = ExitStack()
-        self._on = False
-        self._busy = False
 
     def __enter__(self) -> Trace:
         if self._on:
@@ -170,6 +168,7 @@ class Trace(Shown):
                 step=Step(number, self._entered - 1, frozenset(self.places.blocks)),
                 backward=self.backward and torch.is_grad_enabled(),
                 measured=self._measured,
+                overwritten=self._overwritten,
                 ended=self._conclude,
                 expected=() if self._compared else expected(model),
                 progress=self.progress,
@@ -200,8 +199,9 @@ class Trace(Shown):
             self._hooks.watch = None
         step = watch.step
         self.steps.append(step)
-        odd = step.close({device: gathered.read() for device, gathered in watch.rows.items()})
-        modules = {**dict(self.model.named_modules()), **watch.beside}
+        odd = step.close(watch.rows)
+        self._overwritten |= step.overwritten()
+        modules = {**self.places.all, **watch.beside}
         diagnosis = Diagnosis(watch, modules, self._known)
         self._busy = True
         try:

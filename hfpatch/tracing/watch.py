@@ -15,15 +15,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hfpatch.compat.autograd import after_backward, version
+from hfpatch.compat.autograd import after_backward, on_gradient, steps_in_backward, version
 from hfpatch.compat.modules import BUFFERS, PARAMETERS
 from hfpatch.numerics.statistics import Rows, rows
 from hfpatch.tracing.calls import Call, snapshot
 from hfpatch.tracing.events import Event, Operation, Passage, Phase, Step
 from hfpatch.tracing.failed_forward import Raised
 from hfpatch.tracing.growing.own_code import Made, OwnCode
-from hfpatch.tracing.tensors import cached, floating, local, measurable
+from hfpatch.tracing.tensors import ORDINARY, cached, floating, local, measurable
 from hfpatch.tracing.watched import Places
 
 Role = Literal["input", "output", "parameter", "buffer"]
@@ -38,6 +39,7 @@ class Watch:
         step: The step that the events are added to.
         backward: Record the gradients too.
         measured: Versions of parameters and buffers when they were last measured, by id; read and updated.
+        overwritten: Module, role and name of tensors that are known to be written to in place after they are seen.
         ended: Called when the backward pass is over.
         expected: Buffers, and the values they should hold (`hfpatch.tracing.computed_buffers.expected`).
         progress: Called with the path of each block when its forward or backward pass is done.
@@ -50,12 +52,14 @@ class Watch:
         step: Step,
         backward: bool,
         measured: dict[int, tuple[weakref.ref[torch.Tensor], int]],
+        overwritten: set[tuple[str, str, str]],
         ended: Callable[[], None],
         expected: Iterable[tuple[str, str, torch.Tensor, torch.Tensor]] = (),
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.places, self.step, self.backward, self.ended = places, step, backward, ended
         self.measured, self.expected, self.progress = measured, expected, progress
+        self.overwritten = overwritten
         self.rows: dict[torch.device, Rows] = {}
         self.calls: dict[tuple[str, int], Call] = {}
         self.caches: dict[int, tuple[Any, Any]] = {}
@@ -65,11 +69,12 @@ class Watch:
         self.beside: dict[str, nn.Module] = {}
         self._root = places.containers[""]
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        self._numbers: dict[str, int] = {}
         self._stack: list[tuple[str, int]] = []
         self._hooked: set[tuple[str, int, str]] = set()
-        self._passages: dict[tuple[str, int], Passage] = {}
+        self._passages: dict[str, Passage] = {}  # of each module the last
         self._returned = 0
+        self._handles: list[RemovableHandle] = []
+        self._taken: set[int] = set()
         self._own_code = OwnCode(self._operation)
         self._running = False
         self._gradients = False
@@ -81,8 +86,11 @@ class Watch:
         return self._running
 
     def close(self) -> None:
-        """Stop recording. Hooks on tensors stay until their graph is freed, and do nothing."""
+        """Stop recording. Hooks on tensors that operations made stay until their graph is freed, and do nothing."""
         self.backward = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def forget(self) -> None:
         """Release every tensor of the step."""
@@ -98,8 +106,12 @@ class Watch:
         for path, module in self.places.owners:
             for role, slots in SLOTS:
                 for name, tensor in module.__dict__[slots].items():
-                    if tensor is not None and measurable(tensor) and self._changed(tensor):
+                    if tensor is None:
+                        continue
+                    if self._changed(tensor) and measurable(tensor):
                         self._event("weights", path, role, name, 0, tensor)
+                    if self.backward and role == "parameter" and tensor.requires_grad and steps_in_backward(tensor):
+                        self._take(tensor, path, name)
         for path, name, buffer, built in self.expected:
             difference = buffer.detach() - built.to(buffer.device, non_blocking=True)
             self._event("weights", path, "buffer", name, 0, difference, is_difference=True)
@@ -107,13 +119,35 @@ class Watch:
             self._input("", name, 0, tensor, None)
         self.called("", self._root, args, kwargs, True)
 
+    def _take(self, parameter: torch.Tensor, path: str, name: str) -> None:
+        """Record the gradient of a parameter when it comes: its `.grad` may be freed before the pass is over."""
+        if id(parameter) in self._taken:  # tied
+            return
+        self._taken.add(id(parameter))
+
+        def arrived(gradient: torch.Tensor) -> None:
+            if self.backward and measurable(gradient):
+                if not self._gradients:
+                    self._begin_backward()
+                self._event("gradients", path, "parameter", name, 0, gradient)
+
+        self._handles.append(parameter.register_hook(arrived))
+
     def finish(self, output: Any) -> None:
         """Record the output of the model."""
         if output is not None:
             self.output = output
             self.returned("", output, True)
             self.end_at(output)
+        if self._taken:  # an optimizer steps within the backward pass
+            self.measure()
         self._running = False
+
+    def measure(self) -> None:
+        """Measure the tensors that wait to be."""
+        with self._lock:
+            for gathered in self.rows.values():
+                gathered.flush()
 
     def end_at(self, output: Any) -> None:
         """Note that the backward pass may start at these tensors."""
@@ -134,9 +168,9 @@ class Watch:
         """Record the call of a watched module; with `keeps`, keep the call so that it can be run again."""
         if not self._running:
             return
-        number = self._numbers.get(path, -1) + 1
-        self._numbers[path] = number
-        passage = self._passages[path, number] = Passage(path, number)
+        last = self._passages.get(path)
+        number = 0 if last is None else last.number + 1
+        passage = self._passages[path] = Passage(path, number, [], [])
         self.step.passages.append(passage)
         if not keeps and len(args) == 1 and not kwargs and (known := self._known(args[0])) is not None:
             passage.inputs.append(known)
@@ -167,31 +201,41 @@ class Watch:
 
     def returned(self, path: str, output: Any, keeps: bool) -> None:
         """Record the output of a watched module; `keeps` as for `called`."""
-        number = self._numbers.get(path, 0)
+        passage = self._passages.get(path)
+        if passage is None or not self._running:
+            self._recomputed(path, 0 if passage is None else passage.number, output, keeps)
+            return
+        number = passage.number
         call = self.calls.get((path, number)) if keeps else None
-        passage = self._passages.get((path, number)) if self._running else None
         for name, tensor in floating(output):
-            known = self._known(tensor) if self._running else None
-            if self._running and self.backward:
+            known = self._known(tensor)
+            if self.backward:
                 if path in self.places.containers or path in self.places.written:
                     self._made(tensor)
                 elif keeps or self._stack[-1][0] in self.places.written:
                     self._own_code.end(tensor)
-            if self._running and known is None:
+            if known is None:
                 known = self._new("forward", path, "output", name, number, tensor, call)
-            elif not self._running and (path, number, name) not in self._hooked:  # recomputed under checkpointing
-                self._follow(tensor, path, "output", name, number, None, call)
             elif call is not None and self.backward and tensor.requires_grad:
-                tensor.register_hook(partial(self._keep, call, name))
-            if passage is not None and known is not None:
-                passage.outputs.append(known)
-        if passage is not None:
-            passage.returned = self._returned
-            self._returned += 1
-        if keeps and self._running:
+                self._hook(tensor, partial(self._keep, call, name))
+            passage.outputs.append(known)
+        passage.returned = self._returned
+        self._returned += 1
+        if keeps:
             self._stack.pop()
             if self.progress is not None:
                 self.progress(path)
+
+    def _recomputed(self, path: str, number: int, output: Any, keeps: bool) -> None:
+        """Follow the gradients of an output that was computed again under checkpointing."""
+        call = self.calls.get((path, number)) if keeps else None
+        for name, tensor in floating(output) if self.backward else ():
+            if not tensor.requires_grad:
+                continue
+            if (path, number, name) not in self._hooked:
+                self._follow(tensor, path, "output", name, number, None, call)
+            elif call is not None:
+                self._hook(tensor, partial(self._keep, call, name))
 
     def _made(self, tensor: torch.Tensor) -> None:
         """Watch the operations by which the innermost container or block that runs made a tensor, if it did.
@@ -216,30 +260,33 @@ class Watch:
     def _known(self, tensor: torch.Tensor) -> int | None:
         """Return the event of a tensor that was recorded before and not written to since; None for any other."""
         known = self._seen.get(id(tensor))
-        return known[2] if known and known[0]() is tensor and known[1] == version(tensor) else None
+        return known[2] if known is not None and known[0]() is tensor and known[1] == version(tensor) else None
 
     def _new(
         self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor, call: Call | None
     ) -> int:
         index = self._event(phase, path, role, name, number, tensor).index
         self._seen[id(tensor)] = (weakref.ref(tensor), version(tensor), index)
-        self._follow(tensor, path, role, name, number, index, call)
+        if self.backward and tensor.requires_grad:
+            self._follow(tensor, path, role, name, number, index, call)
         return index
 
     def _event(
         self, phase: Phase, path: str, role: Role, name: str, number: int, tensor: torch.Tensor,
         forward: int | None = None, is_difference: bool = False, into: list[Event] | None = None,
     ) -> Event:  # fmt: skip
-        held = local(tensor)
+        held = tensor if type(tensor) in ORDINARY else local(tensor)
         device = held.device
         events = self.step.events if into is None else into
+        at_once = bool(self.overwritten) and (path, role, name) in self.overwritten
         with self._lock:  # a model on several GPUs has a backward thread for each
             gathered = self.rows.get(device)
             if gathered is None:
                 gathered = self.rows[device] = rows(device)
             event = Event(
-                len(events), phase, path, role, name, number, tensor.dtype, tuple(held.shape), device,
-                gathered.add(held), None, self._stack[-1] if self._stack else None, forward, is_difference,
+                len(events), phase, path, role, name, number, tensor.dtype, held.shape, device,
+                gathered.add(held, at_once=at_once), None, self._stack[-1] if self._stack else None, forward,
+                is_difference,
             )  # fmt: skip
             events.append(event)
         return event
@@ -256,12 +303,16 @@ class Watch:
         self, tensor: torch.Tensor, path: str, role: Role, name: str, number: int, of: int | None, call: Call | None
     ) -> None:
         """Record the gradient of a tensor, and keep it with the call that returned the tensor, if one is given."""
-        if not (self.backward and tensor.requires_grad):
-            return
         if role == "output":
             self._hooked.add((path, number, name))
+        self._hook(tensor, partial(self._gradient, path, role, name, number, of, call))
 
-        tensor.register_hook(partial(self._gradient, path, role, name, number, of, call))
+    def _hook(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        """Have autograd call a hook with the gradient of a tensor; it goes with the graph, or when the step is over."""
+        if tensor.grad_fn is None:
+            self._handles.append(tensor.register_hook(hook))
+        else:
+            on_gradient(tensor, hook)
 
     def _gradient(
         self, path: str, role: Role, name: str, number: int, of: int | None, call: Call | None, grad: torch.Tensor
@@ -296,7 +347,7 @@ class Watch:
         self._gradients = False
         if not self.backward:
             return
-        seen: set[int] = set()  # a tied parameter is recorded once
+        seen = set(self._taken)  # a tied parameter is recorded once
         for path, module in self.places.owners:
             for name, parameter in module.__dict__[PARAMETERS].items():
                 gradient = None if parameter is None or id(parameter) in seen else parameter.grad

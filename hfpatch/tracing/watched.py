@@ -27,6 +27,7 @@ class Places:
         blocks: Modules that are run again as a whole when something in them goes wrong.
         inner: Modules inside blocks.
         owners: Modules that hold parameters or buffers of their own.
+        all: All modules of the model, lists too.
         written: Paths of modules whose class comes from none of the packages in `PACKAGES`: the user's own code.
     """
 
@@ -34,6 +35,7 @@ class Places:
     blocks: dict[str, nn.Module]
     inner: dict[str, nn.Module]
     owners: tuple[tuple[str, nn.Module], ...]
+    all: dict[str, nn.Module]
     written: frozenset[str]
 
     def enclosing(self, path: str) -> str | None:
@@ -51,9 +53,10 @@ class Places:
 
 def places(model: nn.Module) -> Places:
     """Return the places of a model, from its structure."""
-    owners = tuple((p, m) for p, m in model.named_modules() if parameters(m) or buffers(m))
-    written = (p for p, m in model.named_modules() if type(m).__module__.partition(".")[0] not in PACKAGES)
-    found = Places({}, {}, {}, owners, frozenset(written))
+    every = dict(model.named_modules())
+    owners = tuple((p, m) for p, m in every.items() if parameters(m) or buffers(m))
+    written = (p for p, m in every.items() if type(m).__module__.partition(".")[0] not in PACKAGES)
+    found = Places({}, {}, {}, owners, every, frozenset(written))
     seen: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module, outermost: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from hfpatch.tracing.events import Event, Operation, Passage, Step
@@ -52,8 +53,10 @@ def factor(after: float, before: float, more: float) -> float:
         more: Elements of the tensor after, divided by those of the tensor before.
     """
     plain = after / before
-    low, high = sorted((plain, plain * more))
-    return low if low > 1 else high if high < 1 else 1.0
+    other = plain * more
+    if plain > 1 and other > 1:
+        return min(plain, other)
+    return max(plain, other) if plain < 1 and other < 1 else 1.0
 
 
 def changes(step: Step) -> list[Change]:
@@ -73,7 +76,7 @@ def stream(passage: Passage, step: Step, gradients: _Gradients | None = None) ->
 
     def usable(indices: list[int]) -> list[Event]:
         events = [step.events[i] for i in indices]
-        return [e for e in events if e.stats.size > 1 and (gradients is None or gradients.of(e) is not None)]
+        return [e for e in events if e.size > 1 and (gradients is None or gradients.of(e) is not None)]
 
     outputs = usable(passage.outputs)
     inputs = [e for e in usable(passage.inputs) if e.dtype.is_floating_point]
@@ -81,7 +84,7 @@ def stream(passage: Passage, step: Step, gradients: _Gradients | None = None) ->
         return None
     out = outputs[0]  # others are attention weights, caches, router logits
     alike = [e for e in inputs if e.shape == out.shape]
-    return (alike[0] if alike else max(inputs, key=lambda e: e.stats.size)), out
+    return (alike[0] if alike else max(inputs, key=lambda e: e.size)), out
 
 
 class _Gradients:
@@ -117,8 +120,8 @@ def _blocks(step: Step, gradients: _Gradients) -> Iterator[Change]:
         ends = [g for i in passage.outputs if (g := gradients.of(step.events[i])) is not None and sound(g)]
         within = [e for e in inner.get((passage.path, passage.number), []) if sound(e)]
         if ends and within:
-            end = max(ends, key=lambda e: e.stats.rms)
-            top = max(within, key=lambda e: _between(e, end))
+            end = max(ends, key=lambda e: e.rms)
+            top = max(within, key=partial(_between, before=end))
             yield from _change("backward", "inside", passage, end, top)
 
 
@@ -146,7 +149,7 @@ def _own_code(step: Step) -> Iterator[Change]:
             (e, out)
             for o in listed
             for e, out in zip(o.made, o.leaving, strict=True)
-            if sound(e) and e.stats.size >= first.stats.size
+            if sound(e) and e.size >= first.size
         ]
         leaving = [(e, out) for e, out in made if out and path not in step.blocks]
         for most, wanted in ((max, made), (min, leaving)):
@@ -186,17 +189,14 @@ def _change(
         return ()
     tensor = f"{after.label} of {after.module or 'the model'}"
     now = _between(after, before)
-    found = Change(
-        direction, kind, passage.path, passage.number, now, before.stats.rms, after.stats.rms, tensor, blocks
-    )
+    found = Change(direction, kind, passage.path, passage.number, now, before.rms, after.rms, tensor, blocks)
     return (found,)
 
 
 def _between(after: Event, before: Event) -> float:
-    return factor(after.stats.rms, before.stats.rms, after.stats.size / before.stats.size)
+    return factor(after.rms, before.rms, after.size / before.size)
 
 
 def sound(event: Event) -> bool:
-    """True if a tensor can be compared: every value is finite, and its RMS is not 0."""
-    stats = event.stats
-    return stats.nonfinite == 0 and stats.rms > 0
+    """True if a tensor can be compared: every value is finite, its RMS is not 0, and it was measured in time."""
+    return event.nonfinite == 0 and event.rms > 0 and not event.late

@@ -12,6 +12,8 @@ from hfpatch.errors import InputError
 from hfpatch.report.sheet import Sheet, Shown
 from hfpatch.tracing.events import Event, Stats, Step
 
+LATE = "a later operation wrote to it in place: these are its values after that"
+
 
 @dataclass(frozen=True, repr=False)
 class Figures(Shown):
@@ -66,7 +68,7 @@ class Figures(Shown):
                 f"{e.stats.rms:.4g}",
                 f"{e.stats.largest:.4g}",
                 f"{e.stats.zeros:.1%}",
-                e.stats.holds if e.bad else "",
+                "; ".join([e.stats.holds] * e.bad + [LATE] * e.late),
             )
             for step, role, name, e in self.tensors
         )
