@@ -15,6 +15,7 @@
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
     scale_branch       run a branch with smaller values, and give its output in float32
+    scale_map          run a linear map with smaller values, and give its output in float32
 
 A template holds the change for every module that a selection finds. Resolved against a model it becomes
 `Edit`s: one change to one module each, with the value before. Each edited module carries its own `Record`s
@@ -342,6 +343,22 @@ def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str,
         return ScaleBranch(*scale(context, target))
 
     return Template(where, change, "scale by a power of two inside, float32 at the end")
+
+
+def scale_map(where: Selection, exponent: Callable[[Context, Target], int]) -> Template:
+    """Scale the input of each linear map by a power of two, and its output back, in float32.
+
+    Args:
+        where: Linear maps without a bias; in an adapter, the map itself.
+        exponent: Returns the exponent: 8 for values 256 times smaller.
+    """
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
+
+        return ScaleMap(exponent(context, target))
+
+    return Template(where, change, "scale a map by a power of two, float32 at its end")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:
