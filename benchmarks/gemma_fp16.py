@@ -430,8 +430,8 @@ def speed(setting: Setting) -> list[Row]:
         f"\nMedian of {setting.pairs} alternations after a warm-up. Ratios: patched to stock with the same autocast, "
         f"paired, in one process on one model; targets: time at most {TARGET_TIME}, peak at most {TARGET_MEMORY}. Rows "
         "without a ratio ran on a model of their own. Peak: of one call, weights and optimizer state included. "
-        "Branches too: fp16-branch-overflow by name, so all feed-forward parts and attention outputs are scaled; with a "
-        "batch, only those that come near 65,504 are."
+        "Branches too: fp16-branch-overflow by name, so all feed-forward parts and attention outputs are scaled; with "
+        "a batch, only those that come near 65,504 are."
     )
     return [{"what": what, **row} for what, rows in found.items() for row in rows]
 
