@@ -27,6 +27,8 @@ class Way:
     weights: torch.dtype
     autocast: torch.dtype | None = None
     patched: bool = False
+    include: tuple[str, ...] = ()
+    """Opt-in patches that are applied too."""
 
     def region(self, device: torch.device) -> Any:
         """Its autocast region."""

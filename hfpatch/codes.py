@@ -50,7 +50,7 @@ DECISIONS: dict[DecisionCode, str] = {
     "not-served": "no case proves the patch for this architecture, or for this stack",
     "known-not-to-serve": "the patch lists this architecture as unsupported",
     "no-such-place": "a module to be edited was not found",
-    "property": "the attribute to be set is a property of the module's class",
+    "property": "a module does not allow the edit: the attribute is a property of its class, or a weight is quantised",
     "compiled": "the model was compiled and called, and would ignore the edit",
     "not-cured": "a run on a tiny model showed that the patch does not cure the fault there",
     "foreign-code": "the patch relies on a forward that is not transformers' own, and no case runs it",

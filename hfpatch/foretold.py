@@ -24,6 +24,7 @@ from hfpatch.tracing.headroom import Headroom, TensorHeadroom
 
 SYMPTOM = "residual-overflow"
 SERVED = "serves this stack"
+UNNEEDED = "this stack needs no patch"
 PLANNED = ("float16", "bfloat16")
 """Dtypes that a plan can be made for."""
 
@@ -63,7 +64,7 @@ def _needs(model: object, stacks: Sequence[str]) -> tuple[str, ...]:
     rows = {row.path: row for row in unserved(Survey(model), torch.float16)} if beside else {}
     every = {starred(path): path for path in stacks} | {path: path for path in rows}
     lines = [f"{path}: {_served(path, decisions, rows.get(place))}" for place, path in every.items()]
-    return tuple(sorted(lines, key=lambda line: line.endswith(SERVED)))
+    return tuple(sorted(lines, key=lambda line: line.endswith(SERVED) + (f": {UNNEEDED} (" in line)))
 
 
 def foretold(found: Headroom, model: object) -> tuple[str, ...]:
@@ -160,7 +161,10 @@ def _served(stack: str, decisions: Sequence[Decision], row: Unserved | None) -> 
         return f"{done.patch} is applied and {SERVED}"
     if row is not None:
         return f"no patch serves this stack of {row.cls} ({row.reason})"
-    why = next((d.reason for d in about if d.decided in ("refused", "not needed")), "")
+    refused = next((d.reason for d in about if d.decided == "refused"), "")
+    if not refused and (harmless := next((d.reason for d in about if d.code == "harmless"), "")):
+        return f"{UNNEEDED} ({harmless})"
+    why = refused or next((d.reason for d in about if d.decided == "not needed"), "")
     return f"no patch serves this stack{f' ({why})' if why else ''}"
 
 

@@ -72,6 +72,8 @@ SUBJECTS: dict[str, Subject] = {
     "tensor": Subject(speech, "projection-init"),
     "buffer": Subject(rounded, "fp32-buffers"),
     "forward": Subject(indexed, "fp32-indexer"),
+    "scaled branch": Subject(lambda: tiny_model("llama", num_hidden_layers=1).half(), "fp16-branch-overflow"),
+    "float32 inside": Subject(overflowing, "fp16-branch-overflow"),
     "attention": Subject(overflowing, "fp32-attention-logits"),
     "adapter": Subject(two_adapters, "lora-target-expansion"),
     "one-plus-tanh": Subject(

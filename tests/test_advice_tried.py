@@ -665,11 +665,18 @@ class TestInspect:
         (olmo,) = hfpatch.inspect(tiny("flex_olmo").to(dtype)).float16
         assert olmo.startswith("model.layers: no patch serves this stack (it does not cure a tiny flex_olmo: ")
 
+    def test_one_that_needs_none(self) -> None:
+        (line,) = hfpatch.inspect(tiny_model("openai-gpt")).float16
+        assert line.startswith(
+            "transformer.h: this stack needs no patch (on a tiny openai-gpt, each of the 16 layers of "
+        )
+
     def test_a_tower_is_said_first(self) -> None:
-        tower, *_, text = hfpatch.inspect(tiny_model("gemma4")).float16
+        tower, text, sound = hfpatch.inspect(tiny_model("gemma4")).float16
         why = "it does not cure a tiny gemma4_vision: "
         assert tower.startswith(f"model.vision_tower.encoder.layers: no patch serves this stack ({why}")
         assert text == f"model.language_model.layers: {STREAM} serves this stack"
+        assert sound.startswith("model.audio_tower.layers: this stack needs no patch (on a tiny gemma4_audio, each of ")
 
     def test_a_tower_that_is_served(self) -> None:
         lines = hfpatch.inspect(llava(CLIPVisionConfig)).float16

@@ -14,8 +14,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hfpatch
+from hfpatch.inspecting.branch_ends import branch_ends
 from hfpatch.lab.branch_overflow import branch_overflow
 from hfpatch.lab.tiny import rescale, tiny_model
+from hfpatch.model.survey import Survey
 from hfpatch.numerics.float32_inside import Float32Inside, for_float32_inside, plain
 from hfpatch.patching.verifying.need import measure
 from tests.fingerprint import fingerprint
@@ -27,21 +29,37 @@ ID, STREAM = "fp16-branch-overflow", "fp16-residual-overflow"
 IDS = (torch.arange(24).reshape(2, 12) * 7 + 3) % 64
 BATCH = {"input_ids": IDS}
 LOSS_SCALE = 128.0
+SCALED, INSIDE, MAPS = (
+    {"branch scale", "map scale"},
+    {"compute dtype inside", "input compute dtype"},
+    {"input compute dtype"},
+)
 KINDS = {
-    "llama": "scaled",
-    "gemma3_text": "scaled",
-    "phi3": "scaled",
-    "mixtral": "scaled",
-    "gpt2": "inside",
-    "bloom": "inside",
-    "opt": "maps",
+    "llama": SCALED,
+    "gemma3_text": SCALED,
+    "phi3": SCALED,
+    "mixtral": SCALED,
+    "gpt2": INSIDE,
+    "bloom": INSIDE,
+    "opt": MAPS,
 }
-"""Architecture -> how its parts are changed: gated, with one fused map, experts; with biases; in the layer itself."""
+"""Architecture -> how its parts and the last maps of its attentions are changed.
+
+Gated, with one fused map, experts; with biases; in the layer itself.
+"""
+
+
+END = dict.fromkeys(KINDS, ".self_attn.o_proj") | {
+    "gpt2": ".attn.c_proj",
+    "bloom": ".self_attention.dense",
+    "opt": ".self_attn.out_proj",
+}
+"""Architecture -> the end of the path of an attention's last map."""
 
 
 @cache
 def overflowing(architecture: str) -> Any:
-    """A model in float32 whose weights float16 holds, and two of whose feed-forward parts it does not."""
+    """A model in float32 whose weights float16 holds, and three of whose branches it does not."""
     model = tiny_model(architecture)
     if architecture == "mixtral":
         rescale(model, {"*mlp.gate.weight": 100.0}, {})  # no token near a tie of two experts
@@ -89,8 +107,9 @@ def test_outputs_and_gradients_are_those_of_float32(architecture: str) -> None:
     assert not logits(model).isfinite().all()
     before = fingerprint(model)
     fix = apply(model)
-    slots = {"scaled": "branch scale", "inside": "compute dtype inside", "maps": "input compute dtype"}
-    assert {e.slot for e in of(fix.plan).edits} == {slots[KINDS[architecture]]}
+    assert {e.slot for e in of(fix.plan).edits} == KINDS[architecture]
+    ends = [e.path for e in of(fix.plan).edits if e.path.endswith(END[architecture])]
+    assert len(ends) == 1
     assert error(logits(model), exact) < error(logits(bfloat16), exact) / 4
     assert error(gradients(model, LOSS_SCALE), true) < error(gradients(bfloat16), true) / 2
     model.zero_grad()
@@ -99,7 +118,7 @@ def test_outputs_and_gradients_are_those_of_float32(architecture: str) -> None:
 
 
 def lora(model: Any, dtype: torch.dtype, **words: Any) -> Any:
-    names = ["c_fc", "c_proj"] if hasattr(model, "transformer") else ["gate_proj", "up_proj", "down_proj"]
+    names = ["c_fc", "c_proj"] if hasattr(model, "transformer") else ["gate_proj", "up_proj", "down_proj", "o_proj"]
     config = LoraConfig(r=4, target_modules=names, fan_in_fan_out=hasattr(model, "transformer"), **words)
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
     for at, (name, parameter) in enumerate(sorted(adapted.named_parameters())):
@@ -135,7 +154,7 @@ def test_an_adapter_with_a_bias() -> None:
         logits(lora(late, torch.float32, lora_bias=True))
     early = lora(half("llama"), torch.float32, lora_bias=True)
     fix = apply(early)
-    assert {e.slot for e in of(fix.plan).edits} == {"compute dtype inside"}
+    assert {e.slot for e in of(fix.plan).edits} == {"compute dtype inside", "map scale"}
     assert error(logits(early), exact) < 5e-3
 
 
@@ -238,13 +257,91 @@ def test_quantised_maps_are_scaled_or_refused_by_name() -> None:
     assert decision.worst
 
 
+class TestAttention:
+    """What an attention's last map writes passes 65,504, and nothing else does."""
+
+    @staticmethod
+    @cache
+    def master(architecture: str, scaled: str = "*layers.1.self_attn.o_proj.weight") -> Any:
+        model = tiny_model(architecture)
+        rescale(model, {"*v_proj.weight": 30.0, scaled: 1e4 if "v_proj" in scaled else 2e5}, {})
+        return model.half().float()
+
+    def half(self, architecture: str, *scaled: str) -> Any:
+        return copy.deepcopy(self.master(architecture, *scaled)).half()
+
+    @pytest.mark.parametrize("batch", [BATCH, None], ids=["measured", "by name"])
+    def test_only_what_needs_it_is_changed(self, batch: Any) -> None:
+        model, exact = self.half("llama"), logits(self.master("llama"))
+        assert not logits(hfpatch.apply(copy.deepcopy(model), verbose=False).model).isfinite().all()
+        fix = hfpatch.apply(model, include=ID, batch=batch, verbose=False)
+        edits = [(e.path, e.slot) for e in of(fix.plan).edits]
+        if batch is None:
+            assert len(edits) == 8  # of four layers
+        else:
+            assert edits == [("model.layers.1.self_attn.o_proj", "map scale")]
+            assert "1 of 4 attention outputs come near 65,504; the largest value reaches" in of(fix.plan).reason
+        assert error(logits(model), exact) < 2e-3
+
+    def test_an_adapter_that_came_later_gets_its_input_as_it_is(self) -> None:
+        config = LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False)
+        model = self.half("llama")
+        apply(model)
+        torch.manual_seed(0)
+        late = get_peft_model(model, config)
+        torch.manual_seed(0)
+        exact = get_peft_model(copy.deepcopy(self.master("llama")), config)
+        late.model.load_state_dict(exact.model.state_dict())
+        with exact.disable_adapter():
+            without = logits(exact)
+        assert error(without, logits(exact)) > 0.1  # the adapter does a lot
+        assert error(logits(late), logits(exact)) < 2e-3
+        late.merge_adapter()
+        assert error(logits(late), logits(exact)) < 2e-3
+
+    def test_a_bias_that_came_later_raises(self) -> None:
+        model = self.half("llama")
+        apply(model)
+        model.model.layers[1].self_attn.o_proj.bias = nn.Parameter(torch.ones(32).half())
+        with pytest.raises(hfpatch.errors.RefusedError, match="a Linear runs scaled by a power of two, and has a bias"):
+            logits(model)
+
+    def test_a_map_before_it_that_overflows_is_named(self) -> None:
+        model = self.half("llama", "*layers.1.self_attn.v_proj.weight")
+        decision = of(hfpatch.plan(model, batch=BATCH))
+        assert (decision.decided, decision.worst) == ("refused", True)
+        assert decision.reason.startswith("v_proj, which no patch serves, reaches")
+        assert decision.reason.endswith("of 65,504 in model.layers.1.self_attn.v_proj")
+
+    def test_a_quantised_map_is_scaled_or_refused_by_name(self) -> None:
+        model = packed(self.half("llama"), "o_proj")
+        hfpatch.apply(model, include=ID, verbose=False)
+        assert error(logits(model), logits(self.master("llama"))) < 0.05
+        biased = packed(self.half("opt", "*layers.1.self_attn.out_proj.weight"), "out_proj")
+        decision = of(hfpatch.plan(biased, batch=BATCH))
+        assert decision.decided == "refused"
+        assert "self_attn.out_proj.weight is quantised and cannot be computed in float32" in decision.reason
+
+    def test_a_map_whose_weight_is_used_directly_is_none_of_them(self) -> None:
+        """Hooks of such a map would not run."""
+        model = tiny_model("llama")
+        survey = Survey(model)
+        (stack,) = survey.stacks[""]
+        assert [p for p, _ in branch_ends(stack, survey.modules)] == [
+            f"model.layers.{i}.self_attn.o_proj" for i in range(4)
+        ]
+        holders = {**survey.modules, "model.layers.0.self_attn": nn.MultiheadAttention(4, 2)}
+        assert len(list(branch_ends(stack, holders))) == 3
+
+
 class TestNeed:
     def test_a_plan_says_what_is_reached(self) -> None:
         plan = hfpatch.plan(half("llama"), batch=BATCH)
         assert of(plan).decided == "applied"
-        assert "2 of 4 feed-forward parts come near 65,504" in of(plan).reason
-        assert "of 65,504 in model.layers.3.mlp.down_proj" in of(plan).reason
-        assert [e.path for e in of(plan).edits] == ["model.layers.1.mlp", "model.layers.3.mlp"]
+        assert "2 of 4 feed-forward parts and 1 of 4 attention outputs come near 65,504" in of(plan).reason
+        assert "of 65,504 in model.layers.2.self_attn.o_proj" in of(plan).reason
+        edited = ["model.layers.1.mlp", "model.layers.3.mlp", "model.layers.2.self_attn.o_proj"]
+        assert [e.path for e in of(plan).edits] == edited
         assert "of 65,504 in model.layers.3" in of(plan, STREAM).reason
 
     def test_without_need_it_stays_opt_in_and_says_the_room(self) -> None:
@@ -270,7 +367,7 @@ class TestNeed:
         apply(model)
         for plan in (hfpatch.plan(model), hfpatch.plan(model, batch=BATCH)):
             decision = of(plan)
-            assert (decision.decided, decision.already, decision.otherwise) == ("not needed", 2, "")
+            assert (decision.decided, decision.already, decision.otherwise) == ("not needed", 3, "")
 
     @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
     def test_measuring_changes_nothing_and_sees_through_the_patch(self, architecture: str) -> None:

@@ -20,6 +20,7 @@ from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.compute_inside import ComputeInside
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.expansion import Expansion
+from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.one_plus_tanh import Bounded
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
@@ -45,6 +46,7 @@ CHANGES: dict[str, Change] = {
     "input compute dtype -> float32": ComputeInFloat32(),
     "compute dtype inside -> float32": ComputeInside(),
     "branch scale -> 2^-8, float32 at its end": ScaleBranch("act_fn", "down_proj", 8),
+    "map scale -> 2^-8, float32 at its end": ScaleMap(8),
     "attention -> eager": ChooseAttention("eager"),
     "adapter a, b -> a: 1 more modules (q); b: 2 more modules (q, k)": AddTargets(
         (Expansion("a", ("0.q",), ("q",)), Expansion("b", ("0.q", "0.k"), ("q", "k")))

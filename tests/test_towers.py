@@ -20,6 +20,7 @@ from hfpatch.lab.tiny import tiny_config, tiny_model, tiny_of_class
 from hfpatch.lab.towers import holding
 from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.trial import build
+from tests.test_branch_overflow import packed
 
 STREAM = "fp16-residual-overflow"
 
@@ -200,6 +201,68 @@ def test_a_compiled_tower_is_refused_by_name(captioner: Any) -> None:
     rows = {d.submodel: d for d in hfpatch.plan(model, only=STREAM).decisions}
     assert rows["eyes"].decided == "refused"
     assert "compile" in rows["eyes"].reason
+
+
+@pytest.fixture(scope="module")
+def llava() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    return failing("llava", "clip_vision_model")
+
+
+class TestOddTowers:
+    def decided(self, model: nn.Module, **words: Any) -> dict[str | None, Any]:
+        return {d.submodel: d for d in hfpatch.plan(model, only=STREAM, **words).decisions}
+
+    def test_a_batch_without_images_says_that_the_tower_did_not_run(self, llava: Any) -> None:
+        model, _, batch = llava
+        ids = batch["input_ids"].masked_fill(batch["input_ids"] == model.config.image_token_id, 1)
+        found = self.decided(model, batch={"input_ids": ids})
+        assert found["model.vision_tower"].reason.endswith("; it did not run on this batch")
+        assert "x on this batch" in found["model.language_model"].reason
+        seen = self.decided(model, batch=half(batch))["model.vision_tower"]
+        assert "of 65,504 in model.vision_tower." in seen.reason
+
+    @pytest.mark.parametrize("kind", ["frozen", "quantised", "not in memory"])
+    def test_it_is_served(self, llava: Any, kind: str) -> None:
+        model, master, batch = copy.deepcopy(llava[0]), *llava[1:]
+        tower = model.get_submodule("model.vision_tower")
+        if kind == "frozen":
+            tower.requires_grad_(False)
+        elif kind == "quantised":
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"):
+                packed(tower, name)
+        else:
+            tower.to("meta")
+        assert self.decided(model)["model.vision_tower"].decided == "applied"
+        if kind != "not in memory":
+            fix(model)
+            with torch.no_grad():
+                got, exact = model(**half(batch)).logits, master(**batch).logits
+            assert error(got, exact) < (0.05 if kind == "quantised" else 5e-3)
+
+    def test_a_quantised_projector_that_reads_its_stream_is_refused_by_name(self, llava: Any) -> None:
+        model = copy.deepcopy(llava[0])
+        packed(model.get_submodule("model.multi_modal_projector"), "linear_1")
+        found = self.decided(model)["model.vision_tower"]
+        assert (found.decided, found.worst) == ("refused", True)
+        why = "linear_1.weight is quantised (torch.int8) and cannot be computed with in float32"
+        assert found.reason == f"model.multi_modal_projector.{why}"
+
+
+class Coded(torch.Tensor):
+    """A tensor class that says float16 and holds codes, as a quantiser's does."""
+
+
+@pytest.mark.parametrize(
+    ("patch", "architecture", "name"), [("fp32-lm-head", "llama", "lm_head"), (STREAM, "olmo2", "q_proj")]
+)
+def test_a_weight_of_a_quantisers_tensor_class_is_refused_by_name(patch: str, architecture: str, name: str) -> None:
+    model = tiny_model(architecture).half()
+    for path, module in model.named_modules():
+        if path.endswith(name):
+            module.weight = nn.Parameter(module.weight.detach().as_subclass(Coded), requires_grad=False)
+    (found,) = hfpatch.plan(model, only=patch).decisions
+    assert found.decided == "refused"
+    assert f"{name}.weight is quantised (tests's Coded) and cannot be computed with in float32" in found.reason
 
 
 def test_a_tower_that_is_float32_or_harmless_has_a_row_that_says_so() -> None:

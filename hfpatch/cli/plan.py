@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from hfpatch.cli.common import (
     read_text,
     show,
 )
+from hfpatch.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +37,9 @@ def plan(
     text: Annotated[
         str | None, typer.Option(help="Load the weights and measure the need on this text file, - for stdin.")
     ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="With --text: keep the measurement beside the weights, for later plans.")
+    ] = False,
     tokens: Annotated[int, typer.Option(help="With --text: run at most this many tokens.")] = 128,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -42,7 +47,10 @@ def plan(
     """Show what each patch would do to a model: applied, not needed, opt-in or refused, and why.
 
     With --text the model is run once, with float32 weights: decisions say how near float16's maximum its values come.
+    With --save too, a later plan of these weights decides with what was measured.
     """
+    if save and text is None:
+        raise InputError("--save keeps what --text FILE measures; name a text file too")
     from hfpatch.patching import registry
     from hfpatch.patching.registering.installed import of_packages
 
@@ -57,6 +65,8 @@ def plan(
     made = decide(
         built, only=only, include=include, exclude=exclude, compute_dtype=compute_dtype, trust=trust, batch=batch
     )
+    if save:
+        print(f"hfpatch: kept in {made.keep()}: later plans of these weights decide with it", file=sys.stderr)
     show(made, json)
 
 

@@ -19,14 +19,16 @@ LIMIT = 65_504.0
 """The largest float16."""
 MASK = 1e30
 """Values beyond it are those of a mask, not of a signal."""
+NOW = "on this batch"
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest absolute value at some places, and the path of the module it was found in."""
+    """The largest absolute value at some places, and the path of the module it was found in; see `Peaks.seen`."""
 
     value: float
     path: str
+    seen: str = NOW
 
     @property
     def room(self) -> float:
@@ -37,8 +39,9 @@ class Peak:
         if not math.isfinite(self.value):
             return f"is not finite in {self.path}, in float32 either"
         if self.value > LIMIT:
-            return f"reaches {self.value:,.0f} of {LIMIT:,.0f} in {self.path}"
-        return f"reaches {self.value:,.4g} in {self.path}: room {self.room:,.2g}x on this batch"
+            measured = "" if self.seen == NOW else f", measured {self.seen}"
+            return f"reaches {self.value:,.0f} of {LIMIT:,.0f} in {self.path}{measured}"
+        return f"reaches {self.value:,.4g} in {self.path}: room {self.room:,.2g}x {self.seen}"
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,18 @@ class Peaks:
     Attributes:
         values: Path of a module -> the largest absolute value that its own operations gave, not those of modules in
             it; of an activation, that of its output. NaN if one was NaN. Modules that did not run are left out.
+        seen: On what it was measured, for sentences: `on this batch`, `on 512 tokens, kept in ...`.
     """
 
     values: Mapping[str, float]
+    seen: str = NOW
 
     def at(self, paths: Iterable[str]) -> Peak | None:
         """Return the largest value at these modules; NaN only if no other passes float16's maximum; None if none ran.
 
         A quantised map that casts to float16 itself gives NaN where the others have a value.
         """
-        found = [Peak(self.values[p], p) for p in dict.fromkeys(paths) if p in self.values]
+        found = [Peak(self.values[p], p, self.seen) for p in dict.fromkeys(paths) if p in self.values]
         size = {id(peak): LIMIT if math.isnan(peak.value) else peak.value for peak in found}
         return max(found, key=lambda peak: size[id(peak)], default=None)
 

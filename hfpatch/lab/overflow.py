@@ -210,11 +210,11 @@ def _writers(
             before |= {id(p): p for p in (*others, final)}
             if module is order[-1] and width[module] == width[first]:
                 last[id(final)] = final
-    choosing = {id(p) for b in branches for n, p in b.named_parameters() if _only_sharpens(n)}
+    choosing = {id(p) for b in branches for n, p in b.named_parameters() if only_sharpens(n)}
     return list(last.values()), [p for key, p in before.items() if key not in last and key not in choosing]
 
 
-def _only_sharpens(name: str) -> bool:
+def only_sharpens(name: str) -> bool:
     """True for queries, keys, gates and routers: scaling them only sharpens a softmax or a sigmoid."""
     return any(word in name for word in ("q_", "k_", "query", "key", "qkv", "q.", "k.", "gate", "router"))
 

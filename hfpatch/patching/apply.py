@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from hfpatch.errors import RefusedError, StalePlanError
+from hfpatch.errors import InputError, RefusedError, StalePlanError
 from hfpatch.given import FLAG, want
 from hfpatch.model.walk import root_module
 from hfpatch.patching.announce import announcement
@@ -21,6 +21,8 @@ from hfpatch.patching.writing import carry_out
 from hfpatch.report import say
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -80,6 +82,23 @@ class Plan(Decisions):
                 )
             return _applied(now, model, self.origin.arguments["only"], verbose=verbose)
 
+    def keep(self) -> Path:
+        """Keep what `batch=` has measured beside the checkpoint that the model was loaded from, and return the file.
+
+        Later plans of a model that is loaded from there decide with it, in any dtype, as long as its weights are the
+        same. The file `hfpatch-measured.json` holds no text of the batch. The model must be as it was measured.
+
+        Raises:
+            InputError: The plan was made without a batch or is a copy, the model no longer exists or was not loaded
+                from a directory, or the file cannot be written there.
+        """
+        from hfpatch.patching.verifying.kept_need import keep_need
+
+        model = None if self.origin is None else self.origin.model()
+        if self.origin is None or model is None or self.measured is None:
+            raise InputError("plan.keep: want a plan that hfpatch.plan(model, batch=batch) has made, and its model")
+        return keep_need(model, self.measured, self.origin.arguments["batch"])
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "origin": None}  # a reference to a model cannot be copied
 
@@ -114,7 +133,7 @@ def plan(
             tiny model of your class is built from its config, offline, in another process with a time limit of 120 s.
         batch: Keyword arguments of the model, to measure the need: it is run once, without a gradient and with float32
             weights, and decisions say how near float16's maximum its values come. An opt-in patch whose fault the batch
-            shows is applied.
+            shows is applied. Without it, a measurement that `Plan.keep` left beside the model's checkpoint is used.
 
     Returns:
         The plan. Prints as a table.
@@ -140,7 +159,7 @@ def plan(
     }
     made = decisions(model, **arguments)
     origin = Origin(weakref.ref(root_module(model)), arguments)
-    return Plan(made.model, made.decisions, made.unknown, made.named, origin)
+    return Plan(made.model, made.decisions, made.unknown, made.named, made.measured, origin)
 
 
 def apply(

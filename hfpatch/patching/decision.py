@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfpatch.codes import DECISIONS, DecisionCode
 from hfpatch.patching.edits import Edit
 from hfpatch.patching.kinds.states import ABSENT, show
 from hfpatch.patching.language import Decided, Effect
 from hfpatch.report import Sheet, Shown
+
+if TYPE_CHECKING:
+    from hfpatch.inspecting.peaks import Peaks
 
 ORDER: tuple[Decided, ...] = ("applied", "opt-in", "refused", "not needed")
 
@@ -124,6 +127,8 @@ class Decisions(Shown):
     """Sentences about facts that are unknown, e.g. because the weights are not loaded."""
     named: frozenset[str] = frozenset()
     """Ids of the patches that the caller named in `only=` or `include=`."""
+    measured: Peaks | None = field(default=None, compare=False)
+    """The largest values on the caller's batch; None without a batch."""
 
     @property
     def edits(self) -> tuple[Edit, ...]:

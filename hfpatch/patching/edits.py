@@ -15,6 +15,7 @@
     add_targets        add layers to a LoRA adapter
     bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
     scale_branch       run a branch with smaller values, and give its output in float32
+    scale_map          run a linear map with smaller values, and give its output in float32
 
 A template holds the change for every module that a selection finds. Resolved against a model it becomes
 `Edit`s: one change to one module each, with the value before. Each edited module carries its own `Record`s
@@ -270,12 +271,13 @@ def map_output(where: Selection, function: Callable[[torch.Tensor], torch.Tensor
 def in_float32(where: Selection) -> Template:
     """Run each module, a torch norm or linear layer, in float32 and outside autocast. Its weights keep their dtype.
 
-    The output is float32.
+    The output is float32. A patch is refused if a weight is quantised.
     """
 
-    def change(_context: Context, _target: Target) -> Change:
+    def change(_context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 
+        _check_plain(target)
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
@@ -304,11 +306,15 @@ def keep_float32(where: Selection) -> Template:
 
 
 def read_stream(where: Selection) -> Template:
-    """Let each module compute in float32 if its input is float32, and return the dtype of its weights."""
+    """Let each module compute in float32 if its input is float32, and return the dtype of its weights.
 
-    def change(_context: Context, _target: Target) -> Change:
+    A patch is refused if a weight is quantised.
+    """
+
+    def change(_context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.in_float32.read_stream import ReadStream
 
+        _check_plain(target)
         return ReadStream()
 
     return Template(where, change, "read the float32 stream")
@@ -317,12 +323,13 @@ def read_stream(where: Selection) -> Template:
 def in_float32_inside(where: Selection) -> Template:
     """Run everything in each module in float32 and outside autocast: maps, adapters, experts. Weights keep their dtype.
 
-    The output is float32.
+    The output is float32. A patch is refused if a weight is quantised.
     """
 
-    def change(_context: Context, _target: Target) -> Change:
+    def change(_context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.compute_inside import ComputeInside
 
+        _check_plain(target)
         return ComputeInside()
 
     return Template(where, change, "compute in float32 inside")
@@ -342,6 +349,37 @@ def scale_branch(where: Selection, scale: Callable[[Context, Target], tuple[str,
         return ScaleBranch(*scale(context, target))
 
     return Template(where, change, "scale by a power of two inside, float32 at the end")
+
+
+def scale_map(where: Selection, exponent: Callable[[Context, Target], int]) -> Template:
+    """Scale the input of each linear map by a power of two, and its output back, in float32.
+
+    Args:
+        where: Linear maps without a bias; in an adapter, the map itself.
+        exponent: Returns the exponent: 8 for values 256 times smaller.
+    """
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
+
+        return ScaleMap(exponent(context, target))
+
+    return Template(where, change, "scale a map by a power of two, float32 at its end")
+
+
+def _check_plain(target: Target) -> None:
+    """Raise an error if a module holds a quantised weight, by its dtype or by its tensor class.
+
+    Raises:
+        RefusedError: It does; its weight cannot be computed with in float32.
+    """
+    for name, parameter in target.module.named_parameters():
+        cls = type(parameter.data)
+        other = not f"{cls.__module__}.".startswith("torch.")
+        if other or not parameter.dtype.is_floating_point or parameter.element_size() < 2:
+            path = f"{target.path}.{name}" if target.path else name
+            what = f"{cls.__module__.partition('.')[0]}'s {cls.__name__}" if other else str(parameter.dtype)
+            raise RefusedError(f"{path} is quantised ({what}) and cannot be computed with in float32")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:

@@ -63,7 +63,7 @@ def decisions(
     list(named_by_caller(survey))  # a wrong name is an error even if no patch looks
     excluded = ids(exclude)
     dtype = as_dtype(compute_dtype)
-    peaks = None if batch is None else _measured(survey, batch)
+    peaks, unusable = _need(survey, batch)
     trusted = of_packages(names(trust, "trust= takes names of installed packages"))
     considered = asked | trusted if wanted is None else wanted
     entries, found = foreign.loaded(entries, considered - excluded, trusted)
@@ -89,14 +89,21 @@ def decisions(
     decided = tuple(opt_in(d, d.patch in asked or (everything and d.suggested)) for d in found)
     decided = tuple(without_needed(survey, decided, entries))
     _check_conflicts(survey.root, decided)
-    unknown = (*_unknown(survey, dtype), *(foreign.left_out({*entries, *considered}) if wanted is None else ()))
-    return Decisions(type(survey.root).__name__, decided, unknown, frozenset(asked))
+    left_out = foreign.left_out({*entries, *considered}) if wanted is None else ()
+    unknown = (*filter(None, [unusable]), *_unknown(survey, dtype), *left_out)
+    measured = None if batch is None else peaks
+    return Decisions(type(survey.root).__name__, decided, unknown, frozenset(asked), measured)
 
 
-def _measured(survey: Survey, batch: Mapping[str, Any]) -> Peaks:
+def _need(survey: Survey, batch: Mapping[str, Any] | None) -> tuple[Peaks | None, str]:
+    """Return what the model reaches on a batch, else what was kept beside its checkpoint; why that is not used."""
+    if batch is None:
+        from hfpatch.patching.verifying.kept_need import kept_need
+
+        return kept_need(survey)
     from hfpatch.patching.verifying.need import measure
 
-    return measure(survey.root, batch)
+    return measure(survey.root, batch), ""
 
 
 def _with_room(survey: Survey, peaks: Peaks, decision: Decision) -> Decision:
@@ -104,7 +111,7 @@ def _with_room(survey: Survey, peaks: Peaks, decision: Decision) -> Decision:
     if decision.patch not in WIDENERS or decision.decided == "refused" or decision.submodel is None:
         return decision
     peak = peaks.stream(survey.stacks.get(decision.submodel, ()))
-    return replace(decision, reason=f"{decision.reason}; it {peak or 'did not run on this batch'}")
+    return replace(decision, reason=f"{decision.reason}; it {peak or f'did not run {peaks.seen}'}")
 
 
 def _not_served(survey: Survey, dtype: torch.dtype | None, decisions: Iterable[Decision]) -> list[Decision]:

@@ -15,8 +15,9 @@ equivalent: the same function, with one rounding fewer. It is exact to float32 i
 
 ## Known limits
 Tested on tiny random models whose `wo` was made to overflow, not on real weights. It does not test whether this
-model's `wo` overflows. In float32 without autocast it changes nothing. Experts that sum their outputs in float16
-(Switch Transformers) are not served.
+model's `wo` overflows. In float32 without autocast it changes nothing. Not for Switch Transformers, whose experts sum
+their outputs in float16: `fp16-residual-overflow` widens its stream and `fp16-branch-overflow`, if a batch shows the
+need, its experts; under float16 autocast of float32 weights no patch does.
 
 ## Sources
 huggingface/transformers#20287 (`wo` stays in float32); huggingface/transformers#9295 (the clamp).
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from hfpatch.patching.context import Context
 
 WO = "wo"
+SWITCH = NotNeeded(
+    "other patches are for this architecture: fp16-residual-overflow widens its stream, and fp16-branch-overflow its "
+    "experts if a batch shows the need; under float16 autocast of float32 weights no patch does"
+)
 
 
 def why_not(context: Context) -> str:
@@ -70,7 +75,7 @@ PATCH = Patch(
         Case("t5", "float16", layers=16, overflow=True),
     ),
     leaves_alone=(Case("t5", dtype="bfloat16"), Case("llama", dtype="float16")),
-    but={"switch_transformers": "experts sum their outputs in float16; run it in bfloat16"},
+    but={"switch_transformers": SWITCH},
     suggests="stock alternative: bfloat16 weights",
     answers=("residual-overflow",),
     answers_where_it_edits=("overflow", "cast-overflow"),

@@ -152,12 +152,20 @@ def structural(config: Any, classes: tuple[type, ...]) -> dict[str, Any]:
         return {}
     changed: dict[str, Any] = {}
     for name in sorted(set().union(*map(_read_names, classes))):
-        if name.startswith("_") or not hasattr(config, name) or not hasattr(tiny, name):
+        value, usual = _value(config, name), _value(tiny, name)
+        if name.startswith("_") or value is ... or usual is ...:
             continue
-        value: Any = getattr(config, name)
-        if _kind(value) != _kind(getattr(tiny, name)) and (plain := _plain(value)) is not ...:
+        if _kind(value) != _kind(usual) and (plain := _plain(value)) is not ...:
             changed[name] = plain
     return changed
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return a value of a config; `...` if it has none, and a word for one that differs by layer, which raises."""
+    try:
+        return getattr(config, name, ...)
+    except RuntimeError:
+        return "by layer"
 
 
 @cache

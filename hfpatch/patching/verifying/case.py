@@ -28,8 +28,8 @@ class Case:
         tower: True if the architecture is a tower's: it runs inside a model that holds it, on an example batch with
             images or sounds, its own stream is the one that overflows, and what it returns counts beside the logits.
         overflow: Scale the layers that write to the residual stream until the stream passes 65,504 and no branch does.
-        branches: Scale the feed-forward parts of two layers until values in them pass 65,504. What they reach is
-            measured, as with `plan(batch=)`.
+        branches: Scale the feed-forward parts of two layers, and the last map of an attention if that is possible,
+            until values in them pass 65,504. What they reach is measured, as with `plan(batch=)`.
     """
 
     architecture: str

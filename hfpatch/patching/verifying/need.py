@@ -14,6 +14,7 @@ from hfpatch.inspecting.peaks import Peaks, peaks_of
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.wrapping import PARALLEL, unwrap
+from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
 from hfpatch.patching.record import logged
 from hfpatch.patching.verifying.answer import prepared
@@ -38,7 +39,8 @@ def measure(model: nn.Module, batch: Mapping[str, Any], asks: str = "plan(batch=
     """
     ready = prepared(model, batch, asks)
     inputs = cast_floats(ready.inputs, torch.float32)
-    scaled = [(module, record) for _, module, record in logged(model) if isinstance(record.change, ScaleBranch)]
+    kinds = (ScaleBranch, ScaleMap)
+    scaled = [(module, record) for _, module, record in logged(model) if isinstance(record.change, kinds)]
 
     def run(*, by_hand: bool) -> Peaks:
         device = next(model.parameters()).device.type

@@ -1,0 +1,195 @@
+"""A measured need, kept beside a checkpoint: a later plan of a model that was loaded from there decides with it.
+
+The file holds the largest value of each module, the releases that measured it, what tells the weights from others, and
+of the batch a digest and the number of tokens. No text, and no path of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hfpatch.errors import InputError
+from hfpatch.given import shown
+from hfpatch.inspecting.peaks import Peaks
+from hfpatch.model.wrapping import RUN_AGAIN, unwrapped
+from hfpatch.patching.verifying.same_weights import difference, files_seen, weights_seen
+from hfpatch.report.files import write_atomically
+
+if TYPE_CHECKING:
+    from hfpatch.model.survey import Survey
+
+FILE = "hfpatch-measured.json"
+SCHEMA = 1
+MOST = 16 * 2**20
+"""Largest size in bytes of the file."""
+TOKENS = 10**12
+AGAIN = "measure again: hfpatch plan MODEL --text FILE --save"
+
+
+class UnusableError(Exception):
+    """A kept measurement cannot be used, and why."""
+
+
+def keep_need(model: nn.Module, peaks: Peaks, batch: Mapping[str, Any]) -> Path:
+    """Write what was measured beside the checkpoint that a model was loaded from, and return the file. Atomic.
+
+    Raises:
+        InputError: The model was not loaded from a directory, or the file cannot be written there.
+    """
+    path, inner = unwrapped("", model, RUN_AGAIN)
+    folder = folder_of(inner)
+    if folder is None:
+        raise InputError(
+            f"--save: this {type(inner).__name__} was not loaded from a directory, beside whose weights the "
+            "measurement would be kept; load it from one"
+        )
+    file = folder / FILE
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise InputError(f"--save: {file} is not an ordinary file; remove it")
+    try:
+        weights = weights_seen(inner)
+    except ValueError as error:
+        raise InputError(f"--save: {error}; measure the model before it is sharded or quantised") from error
+    ids = batch.get("input_ids")
+    values = {_below(path, at): value for at, value in peaks.values.items()}
+    content = {
+        "values": {at: None if math.isnan(value) else value for at, value in values.items() if at is not None},
+        "releases": {name: metadata.version(name).partition("+")[0] for name in ("hfpatch", "torch", "transformers")},
+        "batch": {"sha256": _digest(batch), "tokens": ids.numel() if isinstance(ids, torch.Tensor) else None},
+        "class": type(inner).__name__,
+        "files": files_seen(folder),
+        "weights": weights,
+    }
+    text = json.dumps({"schema": SCHEMA, "checksum": _checksum(content), "measured": content}, indent=0) + "\n"
+    if len(text) > MOST:
+        raise InputError(
+            f"--save: the measurement of {len(values):,} modules takes {len(text):,} bytes, above {MOST:,}"
+        )
+    write_atomically(file, text)
+    return file
+
+
+def kept_need(survey: Survey) -> tuple[Peaks | None, str]:
+    """Return what was measured of a model before, with its paths in the object; None if nothing was, or not of this.
+
+    Also returns a sentence about a file that cannot be used; empty without one. At most 16 MiB are read, from an
+    ordinary file only.
+    """
+    path, inner = unwrapped("", survey.root, RUN_AGAIN)
+    folder = folder_of(inner)
+    if folder is None:
+        return None, ""
+    try:
+        raw = _read(folder / FILE)
+        return (None, "") if raw is None else (_peaks(raw, inner, path, folder), "")
+    except UnusableError as error:
+        return None, f"{FILE} beside the checkpoint is not used: {error}; {AGAIN}"
+
+
+def folder_of(model: nn.Module) -> Path | None:
+    """Return the directory that a model was loaded from, by its config; None if it was not."""
+    name = getattr(getattr(model, "config", None), "name_or_path", None)
+    try:
+        return Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
+    except (OSError, ValueError):  # a name that is too long, or holds a null byte
+        return None
+
+
+def _read(file: Path) -> bytes | None:
+    """Return the content of an ordinary file; None if there is none.
+
+    Raises:
+        UnusableError: It is something else, too large, or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise UnusableError("it is not an ordinary file")
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
+        with os.fdopen(handle, "rb") as data:
+            raw = data.read(MOST + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UnusableError(f"it cannot be read ({error.strerror or error})") from error
+    if len(raw) > MOST:
+        raise UnusableError(f"it is larger than {MOST:,} bytes")
+    return raw
+
+
+def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
+    """Return the measurement in a file, if it is of this model.
+
+    Raises:
+        UnusableError: It is damaged, newer, or of another model.
+    """
+    try:
+        whole = json.loads(raw)
+        schema = whole["schema"]
+        if type(schema) is int and schema > SCHEMA:
+            raise UnusableError(f"a newer hfpatch wrote it (schema {schema}, known here is {SCHEMA})")
+        content = whole["measured"]
+        if schema != SCHEMA or whole["checksum"] != _checksum(content):
+            raise UnusableError("it was edited or is damaged")
+        values = {_above(path, at): _value(value) for at, value in content["values"].items()}
+        tokens = content["batch"]["tokens"]
+        weights: list[list[Any]] = content["weights"]
+        if tokens is not None and not (type(tokens) is int and 0 < tokens < TOKENS):
+            raise ValueError("no number of tokens")
+        unloaded = any(p.is_meta for p in model.parameters())
+        other = difference(weights, model)
+        if not other and unloaded and content["files"] != files_seen(folder):
+            other = "its files of weights are others"
+    except UnusableError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError) as error:
+        raise UnusableError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
+    there = {_above(path, at) for at, _ in model.named_modules()}
+    if not other and (unknown := next((at for at in values if at not in there), None)) is not None:
+        other = f"it has no module {shown(unknown)}"
+    if other:
+        raise UnusableError(f"it was measured on another model than this {type(model).__name__}: {other}")
+    return Peaks(values, f"on {tokens:,} tokens, kept in {FILE}" if tokens else f"on a batch, kept in {FILE}")
+
+
+def _value(value: Any) -> float:
+    if value is None:
+        return math.nan
+    if type(value) not in (int, float) or not 0 <= value <= torch.finfo(torch.float64).max:
+        raise ValueError("a value that is no size")
+    return float(value)
+
+
+def _digest(batch: Mapping[str, Any]) -> str:
+    """Return a digest of the integer tensors of a batch: the token ids."""
+    digest = hashlib.sha256()
+    for name in sorted(batch):
+        value = batch[name]
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            digest.update(f"{name}\0{tuple(value.shape)}\0{value.detach().to('cpu', torch.int64).tolist()}".encode())
+    return digest.hexdigest()
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _above(path: str, inner: str) -> str:
+    return f"{path}.{inner}" if path and inner else path or inner
+
+
+def _below(path: str, place: str) -> str | None:
+    """Return a place in the wrapped object as one in the model; None for the wrapper itself."""
+    if not path or place == path:
+        return place if not path else ""
+    return place.removeprefix(f"{path}.") if place.startswith(f"{path}.") else None

@@ -1,0 +1,117 @@
+"""Tells the weights of one checkpoint from those of another: names, shapes, and some values of every parameter."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.dtypes import dtype_name
+from hfpatch.given import shown
+
+SAMPLES = 16_384
+"""Values that are looked at in all parameters together; of each at least one, and at most `OF_EACH`."""
+OF_EACH = 64
+BLOCKS, BLOCK = 64, 256
+"""Places in a file of weights that are looked at, and bytes at each."""
+FILES = 1024
+"""Largest number of files of weights that are looked at."""
+
+
+def weights_seen(model: nn.Module) -> list[list[Any]]:
+    """Return what tells the weights of a model from others: for each parameter its name, shape, dtype and samples.
+
+    The samples are float32 values in base64; those of a parameter that is not in memory (on meta) are empty.
+
+    Raises:
+        ValueError: A parameter is sharded or of another tensor class, so its values cannot be looked at.
+    """
+    named = list(model.named_parameters())
+    each = max(1, min(OF_EACH, SAMPLES // max(1, len(named))))
+    taken: dict[str, torch.Tensor] = {}
+    for name, parameter in named:
+        values = parameter.detach()
+        if type(values) is not torch.Tensor:
+            raise ValueError(f"{name} is a {type(values).__name__}, whose values cannot be looked at")
+        if not values.is_meta and values.numel():
+            flat, count = values.reshape(-1), min(each, values.numel())
+            at = torch.arange(count, device=values.device) * values.numel() // count
+            taken[name] = flat[at].to(torch.float32)
+    flat = torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else []
+    out: list[list[Any]] = []
+    for name, parameter in named:
+        count = len(taken.get(name, ()))
+        packed = base64.b64encode(struct.pack(f"<{count}f", *flat[:count])).decode()
+        flat = flat[count:]
+        out.append([name, list(parameter.shape), dtype_name(parameter.dtype), packed])
+    return out
+
+
+def difference(kept: list[list[Any]], model: nn.Module) -> str:
+    """Return how the weights of a model differ from those that `weights_seen` described; empty if they do not.
+
+    A parameter of another dtype is the same if its values are those of the other, rounded.
+
+    Raises:
+        ValueError: As `weights_seen`, or `kept` does not describe parameters.
+    """
+    now = weights_seen(model)
+    if len(kept) != len(now):
+        return f"it has {len(now):,} parameters, and {len(kept):,} were measured"
+    for (name, shape, dtype, packed), mine in zip(kept, now, strict=True):
+        if (name, shape) != (mine[0], mine[1]):
+            return f"its {mine[0]} of shape {mine[1]} was {shown(name)} of shape {shown(shape)}"
+        if mine[3] and not _same(_values(packed), _dtype(dtype), _values(mine[3]), _dtype(mine[2])):
+            return f"{name} has other values"
+    return ""
+
+
+def _values(packed: Any) -> torch.Tensor:
+    raw = base64.b64decode(packed, validate=True)
+    return torch.tensor(struct.unpack(f"<{len(raw) // 4}f", raw), dtype=torch.float32)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{shown(name)} is no dtype")
+    return found
+
+
+def _same(a: torch.Tensor, of_a: torch.dtype, b: torch.Tensor, of_b: torch.dtype) -> bool:
+    """True if two samples are those of one checkpoint loaded in two dtypes: one is the other, rounded.
+
+    Float16 and bfloat16 may be two roundings of a third.
+    """
+    if a.shape != b.shape:
+        return False
+    if of_a == of_b or not (of_a.is_floating_point and of_b.is_floating_point):
+        return of_a == of_b and torch.equal(a.nan_to_num(), b.nan_to_num())
+    a_as_b, b_as_a = a.to(of_b).float(), b.to(of_a).float()
+    near = torch.zeros_like(a, dtype=torch.bool)
+    if {of_a, of_b} == {torch.float16, torch.bfloat16}:
+        near = (a - b).abs() <= b.abs() * 2.0**-8 + 2.0**-24
+    return bool(((a_as_b == b) | (b_as_a == a) | near).all())
+
+
+def files_seen(folder: Path) -> str:
+    """Return a digest of the files of weights in a folder, from their names, sizes and some of their bytes.
+
+    At most 16 KiB of each file are read; links to files count, and nothing that is not an ordinary file is opened.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors"))[:FILES]:
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as data:
+            for start in dict.fromkeys(size * at // BLOCKS for at in range(BLOCKS)):
+                data.seek(start)
+                digest.update(data.read(BLOCK))
+    return digest.hexdigest()[:32]
