@@ -19,6 +19,7 @@ from hfpatch.comparing.runs import Record, Unequal
 from hfpatch.comparing.weights import tensors
 from hfpatch.compat import peft
 from hfpatch.compat.implementation import note
+from hfpatch.compat.modules import children
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import inside
 from hfpatch.patching.record import logged
@@ -137,7 +138,7 @@ def as_in_a(pair: Pair, facts: Iterable[Fact]) -> Generator[dict[int, torch.Tens
                         if p in mine and inside(p, fact.path)
                     ]
                 elif fact.kind == "class":
-                    undo.append(_body(theirs[fact.path], fact))
+                    undo.append(_body(pair, fact))
                 elif fact.kind == "adapter":
                     undo.append(_adapters(pair, fact.path))
                 elif fact.kind == "attention":
@@ -152,7 +153,7 @@ def as_in_a(pair: Pair, facts: Iterable[Fact]) -> Generator[dict[int, torch.Tens
             back()
 
 
-def _set(table: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
+def _set(table: Any, name: str, value: Any) -> Callable[[], None]:
     """Set a value in a table, and return what puts the present one back."""
     there, was = name in table, table.get(name)
 
@@ -169,8 +170,12 @@ def _set(table: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
     return back
 
 
-def _body(module: nn.Module, fact: Fact) -> Callable[[], None]:
+def _body(pair: Pair, fact: Fact) -> Callable[[], None]:
     body, own = fact.values
+    module = pair.b.modules()[fact.path]
+    if isinstance(body, type) and not any(True for _ in module.parameters()):
+        outer, _, name = fact.path.rpartition(".")
+        return _set(children(pair.b.modules()[outer]), name, pair.a.modules()[fact.path])
     if isinstance(body, type):
         was = type(module)
         module.__class__ = body

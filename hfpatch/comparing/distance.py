@@ -16,7 +16,7 @@ from torch import nn
 
 from hfpatch.comparing.exactly import InFloat64, again, arguments_of
 from hfpatch.comparing.lined_up import Pair, Side
-from hfpatch.comparing.nested import cast, is_mask, tensors_in, with_tensors
+from hfpatch.comparing.nested import MASK, cast, is_mask, tensors_in, with_tensors
 from hfpatch.comparing.runs import Key, Record, Unequal, called, followed
 from hfpatch.model.rebuilt import main_dtype
 from hfpatch.model.source import REJECTIONS
@@ -216,7 +216,9 @@ class Exactly:
             own_a, own_b = ref_a, ref_b
             narrowed = self.mixed or (found.role == "output" and bool(self.narrower(found.key)))
             if narrowed:
-                own_a, own_b = (self.results(s, found, rounded=False) for s in (self.pair.a, self.pair.b))
+                own_a = self.results(self.pair.a, found, rounded=False)
+            if narrowed and self.dtypes["B"] != self.rounded:
+                own_b = self.results(self.pair.b, found, rounded=False)
         except REJECTIONS as error:
             return Distance(gap, why=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
         ref_a, ref_b, own_a, own_b = (_only(t, found.names) for t in (ref_a, ref_b, own_a, own_b))
@@ -286,12 +288,24 @@ def _gap(one: torch.Tensor, other: torch.Tensor, real: torch.Tensor | None) -> f
         one, other = one[real.to(one.device)], other[real.to(one.device)]
     if not (one.is_floating_point() and other.is_floating_point()):
         return 0.0 if torch.equal(one, other) else math.inf
-    masks = is_mask(one)
-    if not torch.equal(masks, is_mask(other)):
-        return math.inf
-    one, other = one[~masks].double(), other[~masks].double()
-    finite = one.isfinite()
-    if not torch.equal(finite, other.isfinite()):
-        return math.inf
-    size, gap = float(one[finite].norm()), float((one[finite] - other[finite]).norm())
+    plain, usual = _plain(one), _plain(other)
+    if not (plain and usual):
+        masks = is_mask(one)
+        if not torch.equal(masks, is_mask(other)):
+            return math.inf
+        one, other = one[~masks], other[~masks]
+        finite = one.isfinite()
+        if not torch.equal(finite, other.isfinite()):
+            return math.inf
+        one, other = one[finite], other[finite]
+    one, other = one.double(), other.double()
+    size, gap = float(one.norm()), float(torch.dist(one, other))
     return gap / size if size else (0.0 if gap == 0 else math.inf)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """True if a tensor holds neither a mask nor a value that is not finite."""
+    if not tensor.numel():
+        return True
+    low, high = (float(v) for v in torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor))
+    return low > max(-MASK, torch.finfo(tensor.dtype).min) and high < MASK and math.isfinite(high)
