@@ -10,7 +10,22 @@ from typing import Annotated
 
 import typer
 
-from hfpatch.cli import check, compare, demo, explain, inspect, listing, new, plan, prove, replay, scan, trace, verify
+from hfpatch.cli import (
+    check,
+    compare,
+    demo,
+    doctor,
+    explain,
+    inspect,
+    listing,
+    new,
+    plan,
+    prove,
+    replay,
+    scan,
+    trace,
+    verify,
+)
 from hfpatch.errors import HfpatchError
 
 app = typer.Typer(
@@ -51,6 +66,7 @@ app.command("trace", short_help="The first operation that makes NaN or Inf; the 
 app.command("scan", short_help="NaN, Inf, broken or missing shards in files of weights.")(scan.scan)
 app.command("check", short_help="Hazards of a model with training arguments.")(check.check)
 app.command("compare", short_help="The first operation where two models part, and the cause.")(compare.compare)
+app.command("doctor", short_help="All of it on one page, and which way to run a model here.")(doctor.doctor)
 app.command("replay", short_help="Run the batch of a bundle again, on a checkpoint.")(replay.replay)
 app.command("demo", short_help="Fix a tiny model whose float16 stream overflows. No download.")(demo.demo)
 
