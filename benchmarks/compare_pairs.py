@@ -343,7 +343,7 @@ def activations(a: nn.Module, b: nn.Module, batch: dict[str, Any]) -> str | None
 
 def cost() -> list[Row]:
     """Return how long `compare` takes, in forward passes."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8000,
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8000,
              "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
     a = tiny_model("llama", **sizes)
     batch = {"input_ids": torch.arange(256).reshape(2, 128) * 31 % 8000}

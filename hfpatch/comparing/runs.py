@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from hfpatch.comparing.exactly import Watched
 from hfpatch.comparing.lined_up import Pair, Side
@@ -279,12 +281,28 @@ def _as_a(mine: Any, theirs: Any, own: Collection[str] = ()) -> Any:
         return cast(value, dtype).to(tensor.device)
 
     out = with_tensors(mine, made)
+    if isinstance(mine, (list, tuple)) and isinstance(out, (list, tuple)):
+        parts = [_same_table(m, new, t) for m, new, t in zip_longest(mine, out, theirs[: len(mine)])]
+        out = parts if isinstance(out, list) else tuple(parts) if type(out) is tuple else out
     if isinstance(out, (list, tuple)) and isinstance(theirs, (list, tuple)):  # a mask that only A has
         pairs = enumerate(zip(out, theirs, strict=False))
         filled = [t if m is None and isinstance(t, torch.Tensor) and str(i) not in own else m for i, (m, t) in pairs]
         filled += list(out[len(filled) :])
         return type(out)(filled) if type(out) in (list, tuple) else out
     return out
+
+
+def _same_table(mine: Any, new: Any, theirs: Any) -> Any:
+    """Return B's own dict with A's tensors, where layers hand tensors on in one; other values as they are."""
+    table = isinstance(mine, MutableMapping) and not isinstance(mine, ModelOutput)
+    if not table or not isinstance(new, Mapping) or not isinstance(theirs, Mapping):
+        return new
+    own: MutableMapping[Any, Any] = mine
+    values: Mapping[Any, Any] = new
+    others: Mapping[Any, Any] = theirs
+    for key, value in others.items():
+        own[key] = values[key] if key in values else with_tensors(value, lambda _, t: t.clone())
+    return own
 
 
 def _is_none(value: Any, path: str) -> bool:
@@ -307,6 +325,11 @@ def _shapes(theirs: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]
     return f"{list(theirs[name].shape)} in A and {list(mine[name].shape)} in B"
 
 
+def _copied(value: Any) -> Any:
+    table = isinstance(value, MutableMapping) and not isinstance(value, ModelOutput)
+    return dict(value) if table and not value else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
 class _Clones:
     """Copies of tensors, one for each version of a tensor: what one block returns is what the next is passed."""
 
@@ -314,8 +337,11 @@ class _Clones:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def of(self, value: Any) -> Any:
-        """Return a value with copies of its tensors."""
-        return with_tensors(value, self._one)
+        """Return a value with copies of its tensors, and of a dict in it that is empty now and may be filled later."""
+        made = with_tensors(value, self._one)
+        if type(made) is dict:
+            return {k: _copied(v) for k, v in made.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return tuple(map(_copied, made)) if type(made) is tuple else made  # pyright: ignore[reportUnknownArgumentType]
 
     def _one(self, _name: str, tensor: torch.Tensor) -> torch.Tensor:
         known = self._made.get(id(tensor))
