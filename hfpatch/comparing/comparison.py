@@ -198,8 +198,9 @@ class Comparison(Shown):
                 verb = "differs" if words == "differ" and len(some) == 1 else words
                 line += f"; {len(some)} {verb}{_where([w.full for w in some])}"
         buffers = [w for w in self.weights if w.buffer]
-        same = sum(w.state in ("equal", "rounded") for w in buffers)
-        return f"{line}; buffers: {same} of {len(buffers)} equal" if buffers else line
+        same, cast = (sum(w.state == state for w in buffers) for state in ("equal", "rounded"))
+        line += f"; buffers: {same} of {len(buffers)} equal" if buffers else ""
+        return f"{line}, {cast} rounded" if cast else line
 
     def sheet(self) -> Sheet:
         """Return the finding, the places that differ, and what was compared."""

@@ -25,6 +25,7 @@ from hfpatch.model.rebuilt import main_dtype
 from hfpatch.model.walk import inside
 from hfpatch.patching.verifying.answer import answer, score
 from hfpatch.patching.verifying.compare import uncompiled
+from hfpatch.patching.verifying.lending import at_each_block
 from hfpatch.report.progress import patience
 
 MOST, FEW = 12, 3
@@ -89,6 +90,8 @@ def compare(a: object, b: object, batch: Mapping[str, Any]) -> Comparison:
         stack.enter_context(as_before(pair.b.given))
         for side in (pair.a, pair.b):
             notes += stack.enter_context(uncompiled(side.survey))
+            blocks = side.blocks().values()
+            stack.enter_context(at_each_block(blocks, lambda side=side: tick(f"running {side.name}")))
         draw_again = _draws()
         ran = record(pair.a)
         draw_again()
