@@ -30,6 +30,8 @@ from transformers import logging as transformers_logging
 from ways import BF16, FP16, FP32, Way, clocked, free, memory
 
 import hfpatch
+from hfpatch.doctoring.ways import EQUAL, LEAN
+from hfpatch.doctoring.ways import best as least
 from hfpatch.patching.verifying.answer import Batch
 from tests.real.weights import Name
 
@@ -49,9 +51,6 @@ SUBJECTS: dict[Name, tuple[type[Subject], str]] = {
 }
 SCALES = (2**8, 2**4)
 """Loss scales where float16 is involved, falling; the first that gives finite gradients is taken."""
-EQUAL, LEAN = 1.5, 1.05
-"""Up to EQUAL times the least, errors count as equal (another text would order them otherwise); up to LEAN times it,
-memory and time."""
 WORSE = 1.1
 """Errors above this many times stock's, on a model that is healthy in float16, are among the troubles."""
 TIMED = ("forward", "step")
@@ -252,11 +251,8 @@ def best(rows: Sequence[Row], error: str, size: str, duration: str) -> str | Non
 
     Those that are equal in all three are ordered by error again.
     """
-    left = [row for row in rows if row["way"] != FLOAT32.name and math.isfinite(row[error])]
-    for column, factor in ((error, EQUAL), (size, LEAN), (duration, LEAN)):
-        least = min((row[column] for row in left), default=0.0)
-        left = [row for row in left if row[column] <= factor * least]
-    return min(left, key=lambda row: row[error])["way"] if left else None
+    found = least([row for row in rows if row["way"] != FLOAT32.name], error, size, duration)
+    return None if found is None else found["way"]
 
 
 def compared(mine: float, base: float) -> float | None:

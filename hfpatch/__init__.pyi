@@ -7,6 +7,10 @@ from .advice import trace as trace
 from .blackbox.box import BlackBox as BlackBox
 from .blackbox.bundle import Bundle as Bundle
 from .blackbox.rerun import Rerun as Rerun
+from .comparing.comparison import Comparison as Comparison
+from .comparing.two_models import compare as compare
+from .doctoring.doctor import doctor as doctor
+from .doctoring.one_page import Diagnosis as Diagnosis
 from .foretold import inspect as inspect
 from .guarding.callback import GuardCallback as GuardCallback
 from .guarding.checking.hazard import Hazards as Hazards

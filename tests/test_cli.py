@@ -233,3 +233,10 @@ def test_bad_names(checkpoint: Path) -> None:
     done = hfpatch("plan")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_help_is_one_screen(here: Any) -> None:
+    ran = here("--help")
+    assert len(ran.stdout.splitlines()) < 30
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    assert "compare" in ran.stdout

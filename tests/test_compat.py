@@ -655,6 +655,7 @@ class TestOperators:
         moved = _operators_of(move)
         assert {op.overloadpacket.__name__ for op in moved if not operators.moves_only(op)} == {"gt"}
         assert {op.overloadpacket.__name__ for op in moved} & operators.MOVES >= {"cat", "index", "clone", "_to_copy"}
+        assert {op.overloadpacket.__name__ for op in moved if operators.views(op)} == {"select", "t", "view", "slice"}
         computed = _operators_of(lambda: (x @ x + x).mul_(2).index_add_(0, at, x[:1]))
         assert [op.overloadpacket.__name__ for op in computed if not operators.moves_only(op)] == [
             "mm", "add", "mul_", "index_add_",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import subprocess
 import sys
@@ -79,6 +80,8 @@ def results(folder: Path) -> dict[str, Any]:
         "GradientReport": hfpatch.gradient_report(trained),
         "Bundle": bundle,
         "Rerun": bundle.replay(overflowing().float()),
+        "Diagnosis": hfpatch.doctor(tiny_model("llama", num_hidden_layers=1), batch=BATCH),
+        "Comparison": hfpatch.compare(trained, copy.deepcopy(trained), BATCH),
     }
 
 

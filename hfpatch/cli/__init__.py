@@ -10,7 +10,22 @@ from typing import Annotated
 
 import typer
 
-from hfpatch.cli import check, demo, explain, inspect, listing, new, plan, prove, replay, scan, trace, verify
+from hfpatch.cli import (
+    check,
+    compare,
+    demo,
+    doctor,
+    explain,
+    inspect,
+    listing,
+    new,
+    plan,
+    prove,
+    replay,
+    scan,
+    trace,
+    verify,
+)
 from hfpatch.errors import HfpatchError
 
 app = typer.Typer(
@@ -40,18 +55,20 @@ def options(
     """Take the options that stand before the verb."""
 
 
-app.command("inspect")(inspect.inspect)
-app.command("plan")(plan.plan)
-app.command("list")(listing.list_patches)
-app.command("explain")(explain.explain)
-app.command("new")(new.new)
-app.command("prove")(prove.prove)
-app.command("verify")(verify.verify)
-app.command("trace")(trace.trace)
-app.command("scan")(scan.scan)
-app.command("check")(check.check)
-app.command("replay")(replay.replay)
-app.command("demo")(demo.demo)
+app.command("inspect", short_help="Architecture, norms and their eps, attention, hazards, the plan.")(inspect.inspect)
+app.command("plan", short_help="What each patch would do to a model, and why.")(plan.plan)
+app.command("list", short_help="The patches.")(listing.list_patches)
+app.command("explain", short_help="One patch: its defect, changes, cost, limits and sources.")(explain.explain)
+app.command("new", short_help="Write the beginning of a patch.")(new.new)
+app.command("prove", short_help="Run a patch's repros on tiny models of its architectures.")(prove.prove)
+app.command("verify", short_help="A model in several dtypes beside float32; or patches' cases.")(verify.verify)
+app.command("trace", short_help="The first operation that makes NaN or Inf; the patch to try.")(trace.trace)
+app.command("scan", short_help="NaN, Inf, broken or missing shards in files of weights.")(scan.scan)
+app.command("check", short_help="Hazards of a model with training arguments.")(check.check)
+app.command("compare", short_help="The first operation where two models part, and the cause.")(compare.compare)
+app.command("doctor", short_help="All of it on one page, and which way to run a model here.")(doctor.doctor)
+app.command("replay", short_help="Run the batch of a bundle again, on a checkpoint.")(replay.replay)
+app.command("demo", short_help="Fix a tiny model whose float16 stream overflows. No download.")(demo.demo)
 
 
 def main() -> None:

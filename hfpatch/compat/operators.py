@@ -79,8 +79,12 @@ MOVES = frozenset(
 """Operators that make, move, choose or count values, and compute none."""
 
 
+def views(operator: Any) -> bool:
+    """True if an operator gives views of what it is given."""
+    aliased = [r.alias_info for r in operator._schema.returns]
+    return bool(aliased) and all(info is not None and not info.is_write for info in aliased)
+
+
 def moves_only(operator: Any) -> bool:
     """True if an operator computes no value: it is one of `MOVES`, or gives a view of what it is given."""
-    aliased = [r.alias_info for r in operator._schema.returns]
-    views = bool(aliased) and all(info is not None and not info.is_write for info in aliased)
-    return views or operator._schema.name.partition("::")[2] in MOVES
+    return views(operator) or operator._schema.name.partition("::")[2] in MOVES

@@ -182,6 +182,8 @@ def _shallow(cache: Any, *, cloned: bool = False) -> Any:
                         setattr(layer, slot, tensor.clone())
                 if cloned:
                     _clear_unwritten(layer)
+        elif type(value) is dict:  # which layers of cross-attention were filled
+            setattr(out, name, dict(value))  # pyright: ignore[reportUnknownArgumentType]
         elif is_cache(value):  # an encoder-decoder cache has one for self-attention and one for cross-attention
             setattr(out, name, _shallow(value, cloned=cloned))
     return out
