@@ -18,8 +18,19 @@ from hfpatch.lora.blocks import Layout
 from hfpatch.lora.linear import multiplies, refusal
 from hfpatch.lora.moe import experts_of, is_indexer, is_shared, routers_of
 from hfpatch.lora.places import Place, own_parameters, without_adapter
+from hfpatch.model.evaluating.divided import scaled_maps
+from hfpatch.model.evaluating.fast_path import fast_layers
 from hfpatch.model.norms import is_norm
 from hfpatch.model.walk import dims
+
+PASSED_OVER = (
+    "torch's TransformerEncoderLayer runs one kernel in its place in evaluation, which would ignore an adapter; "
+    'hfpatch.apply(model, include=["encoder-fast-path"]) makes it run'
+)
+DIVIDED = (
+    "evaluation divides its weight by {}, and would not divide an adapter; "
+    'hfpatch.apply(model, include=["rwkv-rescale"]) makes it the same in both'
+)
 
 SCOPES = ("language", "vision", "audio", "projector", "all")
 
@@ -105,7 +116,21 @@ class Reading(Layout):
         holder = place.path.rpartition(".")[0]
         if (indexer := self._indexer_class(holder)) is not None:
             return f"{indexer} only selects positions, so it gets no gradient"
+        if place.path in self._uncounted:
+            return self._uncounted[place.path]
         return refusal(self._kind, place, self.places[holder].module)
+
+    @cached_property
+    def _uncounted(self) -> dict[str, str]:
+        """Linear maps on which evaluation would not count an adapter as training does: path -> reason."""
+        modules = [(path, place.module) for path, place in self.places.items()]
+        found = {
+            below: PASSED_OVER
+            for path in fast_layers(modules)
+            for below in self.below(path)
+            if not isinstance(self.places[below.rpartition(".")[0]].module, nn.MultiheadAttention)
+        }
+        return found | {path: DIVIDED.format(2**exponent) for path, exponent in scaled_maps(modules).items()}
 
     @cached_property
     def _kind(self) -> str:
