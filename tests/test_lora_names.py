@@ -95,7 +95,7 @@ def test_a_good_name_is_said_and_is_what_peft_trains(
     config = hfpatch.lora_config(model, r=2, modules_to_save=[name])
     assert torch.equal(torch.get_rng_state(), state)
     assert f"trained in full: {sorted(full)[0].replace('.0.', '.*.')} ({len(full)})" in capsys.readouterr().err
-    assert {path for path in full if f"{path}." in "".join(f"{p}." for p in trained_in_full(model, config))}
+    assert trained_in_full(model, config) == full
 
 
 @pytest.mark.parametrize("names", ["lm_head", [""], [3]])
@@ -124,3 +124,52 @@ class TestBase:
         base = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
         with pytest.raises(InputError, match="input_layernorm"):
             hfpatch.lora_config(tiny_model("llama"), base=base)
+
+
+class Named(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32)))
+        self.llm = tiny_model("llama")
+        self.config = self.llm.config
+
+
+@pytest.mark.parametrize("name", ["lora_proj", "lora_A", "my_lora_B"])
+def test_a_module_whose_name_is_like_pefts_own(name: str) -> None:
+    model = Named(name)
+    assert f"{name}.1" in hfpatch.lora_targets(model, "all").modules
+    lora = get_peft_model(model, hfpatch.lora_config(model, r=2, scope="all", verbose=False))  # type: ignore[arg-type]
+    assert hasattr(lora.get_submodule(f"base_model.model.{name}.1"), "base_layer")
+    trained = {n for n, p in lora.named_parameters() if p.requires_grad}
+    assert f"base_model.model.{name}.1.lora_A.default.weight" in trained
+    assert f"base_model.model.{name}.1.base_layer.weight" not in trained
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path"),
+    [
+        ("gemma4", "model.language_model.per_layer_model_projection"),
+        ("gemma4_text", "model.per_layer_model_projection"),
+        ("qwen4_exp_text", "model.hyper_connection_mixer.input_mix_weight_down"),
+    ],
+)
+@pytest.mark.parametrize("scope", ["language", "all"])
+def test_a_map_beside_the_blocks_is_left_out_with_a_reason(architecture: str, path: str, scope: str) -> None:
+    targets = hfpatch.lora_targets(tiny_model(architecture), scope)
+    (reason,) = {out.reason for out in targets.left_out if out.path == path}
+    assert "beside the blocks of the language model" in reason
+    heads = {out.path for out in targets.left_out if "an output head" in out.reason}
+    assert heads == ({"lm_head"} if scope == "all" else set())
+
+
+@pytest.mark.parametrize(("value", "unused"), [(-2, [1]), (-1, []), (1, [1]), (2, []), ([-2, 1], [1]), ([0, -1], [])])
+def test_layers_that_the_feature_layer_leaves_unused_are_no_coverage(value: Any, unused: list[int]) -> None:
+    model = tiny_model("llava")
+    model.config.vision_feature_layer = value
+    targets = hfpatch.lora_targets(model, "vision")
+    layers = {int(p.partition(".layers.")[2][0]) for p in targets.modules}
+    assert layers == {0, 1} - set(unused)
+    assert (targets.coverage.layers, targets.coverage.of_layers) == (2 - len(unused), 2)
+    said = {out.reason for out in targets.left_out if out.path.startswith("model.vision_tower.encoder.")}
+    assert all(f"never used: vision_feature_layer={value} reads" in reason for reason in said)
+    assert bool(said) == bool(unused)
