@@ -62,7 +62,7 @@ def _beyond_the_feature_layer(layout: Layout) -> Iterator[tuple[str, str]]:
         if layout.part_kind(home) != "vision":
             continue
         key, value = _feature_layer(layout, home)
-        read = [value] if isinstance(value, int) else list(value or ())
+        read: list[Any] = [value] if isinstance(value, int) else list(value or ())
         lists: dict[str, list[str]] = {}
         for block in blocks:
             lists.setdefault(block.rpartition(".")[0], []).append(block)
