@@ -243,6 +243,37 @@ def test_all_tables_of_hooks_are_torch_s() -> None:
     assert called == []
 
 
+class TestRescaling:
+    @pytest.mark.parametrize("every", [1, 2, 3, 0])
+    def test_the_maps_that_are_divided_and_by_what(self, every: int) -> None:
+        """The weights of RWKV are divided in evaluation, and multiplied in training."""
+        model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=every)
+        assert [n for n, m in model.named_modules() if modules.scales_weights(m)] == ["rwkv"]
+        inner = model.rwkv.eval()
+        before = {n: p.detach().clone() for n, p in inner.named_parameters()}
+        want = modules.divided_in_evaluation(inner)
+        assert want == modules.exponents(inner)
+        assert bool(want) == bool(every)
+        assert not modules.is_divided(inner)
+        model(torch.arange(4)[None])
+        assert modules.is_divided(inner)
+        for name, parameter in inner.named_parameters():
+            factor = 2.0 ** want.get(name.removesuffix(".weight"), 0)
+            assert torch.equal(parameter, before[name] / factor), name
+        model.train()(torch.arange(4)[None])
+        assert all(torch.equal(p, before[n]) for n, p in inner.named_parameters())
+
+    def test_a_function_on_the_instance_takes_the_place_of_the_method(self) -> None:
+        model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=1)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        setattr(model.rwkv, modules.RESCALE, modules.in_place_of_scaling)
+        model.eval()(torch.arange(4)[None])
+        assert not modules.is_divided(model.rwkv)
+        assert vars(model.rwkv)[modules.RESCALED] is False
+        assert not modules.divided_in_evaluation(model.rwkv)
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
 class TestModules:
     def test_what_is_written_into_a_table_is_what_the_module_holds(self) -> None:
         outer, inner = nn.Module(), nn.Linear(2, 2)
@@ -268,18 +299,6 @@ class TestModules:
             shell.__dict__[key] = {}
         assert not shell.state_dict()
         assert layer.state_dict().keys() == {"weight", "bias", "table"}
-
-    def test_weights_that_forward_scales(self) -> None:
-        """The weights of RWKV are divided in evaluation; a module without that method is left alone."""
-        model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=1)
-        assert [n for n, m in model.named_modules() if modules.scales_weights(m)] == ["rwkv"]
-        model.eval()
-        weight = model.rwkv.blocks[-1].feed_forward.value.weight
-        before, every = weight.detach().clone(), model.config.rescale_every
-        model(torch.arange(4)[None])
-        assert torch.equal(weight, before / 2 ** ((len(model.rwkv.blocks) - 1) // every))
-        model.train()(torch.arange(4)[None])
-        assert torch.equal(weight, before)
 
     def test_an_unsaved_buffer_is_in_no_state_dict(self) -> None:
         layer = nn.Linear(2, 2)

@@ -30,7 +30,7 @@ from transformers import (
 
 import hfpatch
 from hfpatch.errors import NoEmbeddingError, RefusedError
-from hfpatch.lab.tiny import SpeechLLM, tiny_model
+from hfpatch.lab.tiny import SpeechLLM, tiny_config, tiny_model, tiny_of_class
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 VISION = {
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[Any, str]] = {
         lambda: T5ForConditionalGeneration(
             T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
         ),
-        "shared",
+        "encoder.embed_tokens",  # its own getter returns `shared`, of the same weight, which it never calls
     ),
     "llava": (
         lambda: LlavaForConditionalGeneration(LlavaConfig(text_config=TEXT, vision_config=CLIP)),
@@ -178,3 +178,46 @@ def test_no_token_embedding() -> None:
     for model in (tower, nn.Linear(2, 2)):
         with pytest.raises(NoEmbeddingError, match="no token embedding here"):
             hfpatch.embed_tokens(model)
+
+
+CALLED = {
+    "instructblip": ("multimodal", "language_model.model.decoder.embed_tokens"),
+    "evolla": ("multimodal", "model.embed_tokens"),
+    "florence2": ("multimodal", "model.language_model.shared"),
+    "t5gemma": ("seq2seq", "model.encoder.embed_tokens"),
+    "t5gemma2": ("multimodal", "model.encoder.text_model.embed_tokens"),
+    "encoder-decoder": ("seq2seq", "encoder.embeddings.word_embeddings"),
+    "blt": ("causal", "model.local_encoder.embed_tokens"),
+    "bart": ("seq2seq", "model.encoder.embed_tokens"),
+}
+"""Every other pair of task and architecture: tests/architectures/test_embed_sweep.py."""
+
+
+@pytest.mark.parametrize("architecture", CALLED)
+@pytest.mark.parametrize("held", [False, True])
+def test_the_module_that_is_called_with_the_ids(architecture: str, held: bool) -> None:
+    task, path = CALLED[architecture]
+    model = tiny_model(architecture, task=task)
+    outside = nn.Module()
+    outside.llm = model
+    assert hfpatch.embed_tokens(outside if held else model) is model.get_submodule(path)
+
+
+def test_of_an_encoder_of_sounds_the_decoder() -> None:
+    model: Any = tiny_of_class(WhisperForConditionalGeneration, tiny_config("whisper"))
+    assert hfpatch.embed_tokens(model) is model.model.decoder.embed_tokens
+
+
+def test_of_an_encoder_decoder_an_adapter_on_the_table_counts() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(tiny_model("bart", task="seq2seq"), LoraConfig(r=2, target_modules=["embed_tokens"]))
+    found = hfpatch.embed_tokens(model)
+    assert found is model.base_model.model.model.encoder.embed_tokens
+    assert hasattr(found, "lora_embedding_A")
+
+
+@pytest.mark.parametrize("architecture", ["musicgen", "musicgen_melody"])
+def test_several_codebooks_get_a_sentence(architecture: str) -> None:
+    with pytest.raises(NoEmbeddingError, match="reads 4 codebooks at once, each with an embedding of its own"):
+        hfpatch.embed_tokens(tiny_model(architecture, task="causal"))

@@ -19,7 +19,14 @@ from hfpatch.atlas.atlas import MAPPINGS, architectures
 from hfpatch.compat import initial
 from hfpatch.errors import InputError
 from hfpatch.given import NUMBER, SIZE, TEXT, WHOLE, Kind, optional, want
-from hfpatch.lab.composites_lora import peft_all, peft_qv
+from hfpatch.lab.composites_lora import (
+    EncodedLLM,
+    peft_all,
+    peft_all_linear,
+    peft_qv,
+    torch_encoder,
+    torch_encoder_time_first,
+)
 from hfpatch.lab.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.lab.shrink import shrunk
 from hfpatch.model.source import REJECTIONS
@@ -216,6 +223,10 @@ COMPOSITES: dict[str, Callable[[Any], nn.Module]] = {
     "trained-speech-llm": trained_speech_llm,
     "lora-qv": peft_qv,
     "lora-all": peft_all,
+    "lora-all-linear": peft_all_linear,
+    "torch-encoder": torch_encoder,
+    "torch-encoder-plain": EncodedLLM,
+    "torch-encoder-time-first": torch_encoder_time_first,
     "modulated": modulated,
     "trained-modulated": trained_modulated,
     "gated": gated,

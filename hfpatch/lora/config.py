@@ -12,7 +12,9 @@ from hfpatch.given import FLAG, NUMBER, SIZE, TEXT, optional, shown, want
 from hfpatch.lora.expand import as_counted, expanded, homes_of
 from hfpatch.lora.matrices import Reading, check_scope
 from hfpatch.lora.names import TargetNames
+from hfpatch.lora.saved import saved, unknown
 from hfpatch.lora.targets import THROUGH, Coverage, LoraTargets, coverage_of, targets_of
+from hfpatch.model.walk import starred
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ def lora_config(
         The config, for `peft.get_peft_model`.
 
     Raises:
-        InputError: A field is unknown or is chosen here, PEFT cannot apply the combination, or the scope has no target.
+        InputError: A field is unknown or is chosen here, PEFT cannot apply the combination, the scope has no target,
+            or a name in `modules_to_save`, or in `base`, does not fit one kind of module of the model.
         NoEmbeddingError: The model has no language model, or several and none is named.
         NotAModelError: `model` holds no torch module.
     """
@@ -100,9 +103,10 @@ def lora_config(
         raise InputError(
             f"{said}: PEFT would adapt none of the {len(targets.modules)} linear maps of the scope; change these fields"
         )
+    full = saved(reading, config, _reached(reading, config))
     if verbose:
         covered = coverage_of(reading, reading.matrices(scope), reached)
-        say(_told(targets, config, len(reached), covered))
+        say([*_told(targets, config, len(reached), covered), *_full_line(full)])
     return config
 
 
@@ -244,13 +248,21 @@ def _from_base(reading: Reading, base: LoraConfig, verbose: bool) -> LoraConfig:
 
     if not isinstance(base, PeftConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"base={shown(base)}: want a peft.LoraConfig; pass single fields by name")
+    strange = unknown(reading, base)
     try:
         config, added = expanded(reading, base)
     except ValueError as error:
         raise InputError(f"base=: {error}") from error
+    reached = _reached(reading, config)
+    full = saved(reading, config, reached)
     if verbose:
-        reached = _reached(reading, config)
         homes = homes_of(reading, reached)
         covered = coverage_of(reading, reading.matrices_of(homes), reached)
         say([f"hfpatch: LoRA config with {len(added)} more modules: {covered}", _scale_line(config)])
+        say([*_full_line(full), *([f"hfpatch: no module is called {', '.join(strange)}"] if strange else [])])
     return config
+
+
+def _full_line(full: Sequence[str]) -> list[str]:
+    kinds = list(dict.fromkeys(starred(path) for path in full))
+    return [f"hfpatch: trained in full: {', '.join(kinds)} ({len(full)})"] if full else []

@@ -18,8 +18,20 @@ from hfpatch.lora.blocks import Layout
 from hfpatch.lora.linear import multiplies, refusal
 from hfpatch.lora.moe import experts_of, is_indexer, is_shared, routers_of
 from hfpatch.lora.places import Place, own_parameters, without_adapter
+from hfpatch.lora.unused import unused
+from hfpatch.model.evaluating.divided import scaled_maps
+from hfpatch.model.evaluating.fast_path import fast_layers
 from hfpatch.model.norms import is_norm
 from hfpatch.model.walk import dims
+
+PASSED_OVER = (
+    "torch's TransformerEncoderLayer runs one kernel in its place in evaluation, which would ignore an adapter; "
+    'hfpatch.apply(model, include=["encoder-fast-path"]) makes it run'
+)
+DIVIDED = (
+    "evaluation divides its weight by {}, and would not divide an adapter; "
+    'hfpatch.apply(model, include=["rwkv-rescale"]) makes it the same in both'
+)
 
 SCOPES = ("language", "vision", "audio", "projector", "all")
 
@@ -59,9 +71,33 @@ class Reading(Layout):
         return routers_of(self, self.experts)
 
     def matrices(self, scope: str) -> list[Matrix]:
-        """Return every matrix of a scope, adaptable or not, in the model's order."""
+        """Return every matrix of a scope, adaptable or not, in the model's order; last, those beside the blocks."""
         paths = self.block_of if scope in {"language", "vision", "audio"} else self.places
-        return [m for path in paths if self._in_scope(path, scope) for m in self._at(path)]
+        found = [m for path in paths if self._in_scope(path, scope) for m in self._at(path)]
+        return [*found, *self._beside(scope)]
+
+    def _beside(self, scope: str) -> Iterator[Matrix]:
+        """Yield the linear maps that no scope adapts: beside the blocks of the language model; with `all`, every."""
+        for path, (inputs, outputs) in self.sizes.items() if scope in {"language", "all"} else ():
+            if path in self.block_of or self._in_scope(path, "all"):
+                continue
+            home = self.home(path)
+            head = path in self._outputs or (self.part_kind(home) is None and self._is_head(path, home))
+            if scope == "all" or (home in self.language_homes and not head):
+                kind = "an output head" if head else f"beside the blocks of {self._told(home)}"
+                why = f"{kind}; a scope adapts blocks and projectors: name it in target_modules to adapt it"
+                yield Matrix(path, "map", inputs * outputs, None, refusal=why)
+
+    def _told(self, home: str) -> str:
+        """Return what a home is, in words."""
+        kind = self.part_kind(home)
+        if kind is None:
+            return "the language model" if home in self.language_homes else "another part"
+        return "a projector" if kind == "projector" else f"the {kind} tower"
+
+    def _is_head(self, path: str, home: str) -> bool:
+        """True if a path outside blocks says that it leads to a head."""
+        return re.search(r"(^|[._])heads?(\.|$)", path[len(home) :]) is not None
 
     def matrices_of(self, homes: frozenset[str]) -> list[Matrix]:
         """Return every matrix in the blocks of these homes."""
@@ -105,7 +141,22 @@ class Reading(Layout):
         holder = place.path.rpartition(".")[0]
         if (indexer := self._indexer_class(holder)) is not None:
             return f"{indexer} only selects positions, so it gets no gradient"
+        if place.path in self._uncounted:
+            return self._uncounted[place.path]
         return refusal(self._kind, place, self.places[holder].module)
+
+    @cached_property
+    def _uncounted(self) -> dict[str, str]:
+        """Linear maps on which an adapter would not learn, or evaluation not count it: path -> reason."""
+        modules = [(path, place.module) for path, place in self.places.items()]
+        found = {
+            below: PASSED_OVER
+            for path in fast_layers(modules)
+            for below in self.below(path)
+            if not isinstance(self.places[below.rpartition(".")[0]].module, nn.MultiheadAttention)
+        }
+        divided = {path: DIVIDED.format(2**exponent) for path, exponent in scaled_maps(modules).items()}
+        return found | divided | unused(self)
 
     @cached_property
     def _kind(self) -> str:
@@ -149,7 +200,7 @@ class Reading(Layout):
         if home == language:
             return home == "" and path in self._outside_root
         if self.part_kind(home) is None:
-            return path not in self._outputs and not re.search(r"(^|[._])heads?(\.|$)", path[len(home) :])
+            return path not in self._outputs and not self._is_head(path, home)
         rest = path[len(home) :].strip(".").split(".")
         top = f"{home}.{rest[0]}" if home else rest[0]
         outs = [out for _, out in self.matrices_below(top)]

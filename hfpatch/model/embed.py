@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hfpatch.errors import NoEmbeddingError
 from hfpatch.given import TEXT, optional, want
-from hfpatch.model.walk import Submodel, Walk
+from hfpatch.model.walk import Submodel, Walk, inside
 
 
 def embed_tokens(model: object, submodel: str | None = None) -> nn.Module:
@@ -27,11 +27,37 @@ def embed_tokens(model: object, submodel: str | None = None) -> nn.Module:
         A module that maps ids `[...]` to embeddings `[..., hidden]`.
 
     Raises:
-        NoEmbeddingError: No submodel has a token embedding, several do and none was named, or the name matches none.
+        NoEmbeddingError: No submodel has a token embedding, several do and none was named, the name matches none, or
+            the model reads several codebooks at once, each with an embedding of its own.
         NotAModelError: `model` holds no torch module.
     """
     want("embed_tokens", submodel=(submodel, optional(TEXT)))
-    return resolve(Walk(model), submodel)[1]
+    walk = Walk(model)
+    holder, table = resolve(walk, submodel)
+    around = [s for s in walk.submodels if s.path != holder.path and inside(holder.path, s.path)]
+    calls = any(find_embedding(s.model) is table for s in around)  # Florence-2 calls it and passes embeddings on
+    found = table if calls else _of_encoder(holder.model) or table
+    if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
+        raise NoEmbeddingError(
+            f"{holder.place} reads {len(found)} codebooks at once, each with an embedding of its own, and adds these "
+            "up: get_input_embeddings() returns the list of them"
+        )
+    return found
+
+
+def _of_encoder(model: PreTrainedModel) -> nn.Module | None:
+    """Return the token embedding of the encoder of an encoder-decoder; None if the encoder reads no tokens.
+
+    Ids enter there. What the getter of the whole model returns (`shared`) has the same weight and is never called.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return None
+    getter: Any = type(model).get_encoder
+    try:
+        encoder = getter(model)
+    except (NotImplementedError, AttributeError, TypeError):
+        return None
+    return find_embedding(encoder) if isinstance(encoder, PreTrainedModel) and encoder is not model else None
 
 
 def resolve(walk: Walk, wanted: str | None = None) -> tuple[Submodel, nn.Module]:
@@ -47,6 +73,11 @@ def resolve(walk: Walk, wanted: str | None = None) -> tuple[Submodel, nn.Module]
         held = ", ".join(s.place for s in walk.submodels) or f"{type(walk.root).__name__}, no transformers model"
         raise NoEmbeddingError(f"no token embedding here: found {held}; only a language model has one")
     distinct = {id(e): (s, e) for s, e in candidates}  # the innermost submodel of each embedding
+    for outer in walk.submodels if len(distinct) > 1 else ():  # a model that holds all of them says which is its own
+        if all(inside(s.path, outer.path) for s, _ in candidates):
+            own = distinct.get(id(find_embedding(outer.model)))
+            if own is not None:
+                return own
     if len(distinct) > 1:  # an encoder-decoder beside a language model is a speech encoder
         decoders = {k: v for k, v in distinct.items() if not getattr(v[0].model.config, "is_encoder_decoder", False)}
         distinct = decoders if len(decoders) == 1 else distinct
@@ -89,7 +120,7 @@ class InputEmbeddings:
 
     def __call__(self) -> nn.Module:
         """Return the token embedding."""
-        return resolve(Walk(self.model))[1]
+        return embed_tokens(self.model)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InputEmbeddings) and other.model is self.model

@@ -2,6 +2,7 @@
 
     set_attribute      set an attribute of a module
     set_tensor         replace the values of a parameter or buffer in place
+    scale_tensor       multiply a parameter by a power of two
     set_buffers        replace buffers with tensors of another dtype
     cast_input         cast the input of a module
     cast_output        cast the output of a module
@@ -147,6 +148,24 @@ def set_tensor(where: Selection, name: str, value: Callable[[Context, Target], A
         from hfpatch.patching.kinds.set_tensor import SetTensor
 
         return SetTensor(name, value(context, target))
+
+    return Template(where, change, text)
+
+
+def scale_tensor(where: Selection, name: str, exponent: Callable[[Context, Target], int], text: str) -> Template:
+    """Multiply a parameter of each module by a power of two, in place, which is undone exactly by a division.
+
+    Args:
+        where: The modules.
+        name: Name of the parameter in its module.
+        exponent: Returns the exponent of 2.
+        text: A few words about the edit.
+    """
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.weights.scale_tensor import ScaleTensor
+
+        return ScaleTensor(name, exponent(context, target))
 
     return Template(where, change, text)
 

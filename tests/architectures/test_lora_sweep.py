@@ -114,6 +114,9 @@ def kind_of(path: str, architecture: str, model: nn.Module) -> str:
     if EXPERT.search(rest):
         return "expert"
     leaf = rest.rpartition(".")[2]
+    last = architecture in {"pi0", "diffusion_gemma"} and block.endswith("language_model.layers.3")
+    if last and leaf not in {"k_proj", "v_proj"}:
+        return "passed by"  # keys and values are all that is read of it
     if re.search(r"mamba|mixer", rest) and leaf in KERNELS.get(architecture, ()):
         return "passed by"
     if hasattr(model.get_submodule(path.rpartition(".")[0]), "query_key") and leaf in {"query_key", "value"}:
@@ -258,6 +261,7 @@ def complaints(model: PreTrainedModel, architecture: str) -> Iterator[str]:
         if paths:
             yield f"{said}: {sorted({starred(p) for p in paths})}"
     yield from wrong_when_asked(model, architecture, got)
+    yield from in_neither(model)
     if len(model.config.sub_configs) > 1:
         yield from wrong_in_scopes(model, architecture)
     if next(model.parameters()).is_meta:
@@ -283,6 +287,17 @@ def wrong_when_asked(model: nn.Module, architecture: str, plain: set[str]) -> It
     got = adapted(injected(model, lora_targets(model, experts=True))) - plain
     if got != {re.sub(r"\.weight$", "", p) for p in routed}:
         yield f"experts: {sorted({starred(p) for p in got})} for {sorted({starred(p) for p in routed})}"
+
+
+def in_neither(model: nn.Module) -> Iterator[str]:
+    """Every linear map is adapted in the scope `all`, or left out with a reason. None is in torch's encoder layers."""
+    targets = lora_targets(model, "all")
+    held = {starred(p.removesuffix(".weight")) for p in (*targets.modules, *targets.parameters)}
+    held |= {out.path for out in targets.left_out if out.reason}
+    if silent := {starred(p) for p in linear_maps(model)} - held:
+        yield f"all: neither adapted nor left out: {sorted(silent)}"
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        yield "holds one of torch's encoder layers, which test_encoder_fast_path.py tries in composites only"
 
 
 def wrong_in_scopes(model: nn.Module, architecture: str) -> Iterator[str]:

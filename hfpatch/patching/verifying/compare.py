@@ -16,6 +16,7 @@ from torch import nn
 
 from hfpatch.errors import InputError
 from hfpatch.given import shown
+from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.patching.arguments import Names
@@ -186,6 +187,8 @@ class _Bench:
         with contextlib.ExitStack() as stack:
             stack.enter_context(suspended(self.model, [*off, *(self.bare if way.bare else ())]))
             stack.enter_context(as_it_was(self.model))
+            if way is EXACT:  # a reference in which adapters count, whatever evaluation makes of them
+                stack.enter_context(as_trained(self.model))
             if way.weights is not None:
                 stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))
                 autocast = torch.autocast(self.device.type, dtype=way.autocast, enabled=way.autocast is not None)

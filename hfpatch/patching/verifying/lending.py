@@ -21,6 +21,7 @@ from hfpatch.compat import operators
 from hfpatch.compat.hooks import after, before, drop, new_key
 from hfpatch.compat.modules import CONVOLUTIONS
 from hfpatch.compat.modules import buffers as buffers_of
+from hfpatch.model.evaluating.as_trained import in_evaluation_form
 from hfpatch.model.rebuilt import HALF
 from hfpatch.model.survey import Survey
 
@@ -128,7 +129,7 @@ def _half_buffers_in(model: nn.Module, dtype: torch.dtype) -> dict[Place, torch.
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Generator[None]:
     """Run a model in evaluation mode, and restore afterwards what a forward may change: the mode and attributes of
-    each module, buffers and their values, and the random states.
+    each module, buffers and their values, weights that evaluation divides (RWKV), and the random states.
     """
     modules = list(model.modules())
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -138,7 +139,8 @@ def as_it_was(model: nn.Module) -> Generator[None]:
         try:
             for module in modules:
                 module.__dict__["training"] = False
-            yield
+            with in_evaluation_form(model):
+                yield
         finally:
             for module, own, buffers in kept:
                 _put_back(module.__dict__, own)

@@ -27,6 +27,7 @@ from hfpatch.lab.overflow import overflow
 from hfpatch.lab.sizes import SIZES, VOCABULARY
 from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_config, tiny_model, tiny_of_class
 from hfpatch.lab.towers import tower_inputs, tower_model
+from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.walk import Walk
 from hfpatch.patching.verifying.case import Case
 
@@ -69,8 +70,9 @@ class Trial:
 
     @cached_property
     def reference(self) -> torch.Tensor:
-        """Logits of the same weights in float32, as `logits` returns them."""
-        return self._run(self.master, None)
+        """Logits of the same weights in float32, as `logits` returns them; adapters count as they do in training."""
+        with as_trained(self.master):
+            return self._run(self.master, None)
 
     @cached_property
     def bfloat16(self) -> torch.Tensor:
