@@ -32,8 +32,8 @@ from hfpatch.compat import (
     optimizers,
     peft,
     ranks,
+    rwkv,
     sharding,
-    trainer,
     wrappers,
 )
 from hfpatch.testing import tiny_model
@@ -248,15 +248,15 @@ class TestRescaling:
     def test_the_maps_that_are_divided_and_by_what(self, every: int) -> None:
         """The weights of RWKV are divided in evaluation, and multiplied in training."""
         model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=every)
-        assert [n for n, m in model.named_modules() if modules.scales_weights(m)] == ["rwkv"]
+        assert [n for n, m in model.named_modules() if rwkv.scales_weights(m)] == ["rwkv"]
         inner = model.rwkv.eval()
         before = {n: p.detach().clone() for n, p in inner.named_parameters()}
-        want = modules.divided_in_evaluation(inner)
-        assert want == modules.exponents(inner)
+        want = rwkv.divided_in_evaluation(inner)
+        assert want == rwkv.exponents(inner)
         assert bool(want) == bool(every)
-        assert not modules.is_divided(inner)
+        assert not rwkv.is_divided(inner)
         model(torch.arange(4)[None])
-        assert modules.is_divided(inner)
+        assert rwkv.is_divided(inner)
         for name, parameter in inner.named_parameters():
             factor = 2.0 ** want.get(name.removesuffix(".weight"), 0)
             assert torch.equal(parameter, before[name] / factor), name
@@ -266,11 +266,11 @@ class TestRescaling:
     def test_a_function_on_the_instance_takes_the_place_of_the_method(self) -> None:
         model = tiny_model("rwkv", attention_hidden_size=32, rescale_every=1)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        setattr(model.rwkv, modules.RESCALE, modules.in_place_of_scaling)
+        setattr(model.rwkv, rwkv.RESCALE, rwkv.in_place_of_scaling)
         model.eval()(torch.arange(4)[None])
-        assert not modules.is_divided(model.rwkv)
-        assert vars(model.rwkv)[modules.RESCALED] is False
-        assert not modules.divided_in_evaluation(model.rwkv)
+        assert not rwkv.is_divided(model.rwkv)
+        assert vars(model.rwkv)[rwkv.RESCALED] is False
+        assert not rwkv.divided_in_evaluation(model.rwkv)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
@@ -759,10 +759,10 @@ def test_a_trainer_runs_its_epochs_and_saves_by_these_methods(tmp_path: Path) ->
 
         return replaced
 
-    for name in (trainer.EPOCH, trainer.SAVE):
+    for name in (accelerate.EPOCH, accelerate.SAVE):
         made.__dict__[name] = noted(name)
     made.train()
-    assert called == [trainer.EPOCH, trainer.SAVE, trainer.SAVE]
+    assert called == [accelerate.EPOCH, accelerate.SAVE, accelerate.SAVE]
 
 
 class TestImplementation:

@@ -23,8 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from hfpatch.compat.accelerate import says_skipped
-from hfpatch.compat.trainer import EPOCH, SAVE
+from hfpatch.compat.accelerate import EPOCH, SAVE, says_skipped
 from hfpatch.errors import InputError
 from hfpatch.given import FLAG, optional, want
 from hfpatch.guarding.checks import check, outside, trained_parameters

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hfpatch.compat.modules import buffers, scales_weights
+from hfpatch.compat.modules import buffers
+from hfpatch.compat.rwkv import scales_weights
 from hfpatch.model.kept_state import is_packed, state_as_before
 
 _RUNNING: ContextVar[bool] = ContextVar("hfpatch_on_trial", default=False)

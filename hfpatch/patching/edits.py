@@ -34,6 +34,7 @@ from hfpatch.errors import RefusedError
 from hfpatch.given import FUNCTION, want
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.kinds.base import Change
+from hfpatch.patching.kinds.in_float32.plain import check_plain
 from hfpatch.patching.kinds.set_attribute import SetAttribute
 from hfpatch.patching.kinds.states import show
 from hfpatch.patching.select import Selection
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from hfpatch.patching.kinds.dtype_rule import DtypeRule
     from hfpatch.patching.kinds.expansion import Expansion
     from hfpatch.patching.kinds.one_plus_tanh import Bounded
+
+_TO = {"float32": "float32", "weights": "the dtype of its weights"}
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def scale_tensor(where: Selection, name: str, exponent: Callable[[Context, Targe
     """
 
     def change(context: Context, target: Target) -> Change:
-        from hfpatch.patching.kinds.weights.scale_tensor import ScaleTensor
+        from hfpatch.patching.kinds.in_weights.scale_tensor import ScaleTensor
 
         return ScaleTensor(name, exponent(context, target))
 
@@ -247,7 +250,7 @@ def cast_input(where: Selection, to: Literal["float32", "weights"]) -> Template:
 
         return CastInput(_rule(to, context, target))
 
-    return Template(where, change, f"cast input to {_named(to)}")
+    return Template(where, change, f"cast input to {_TO[to]}")
 
 
 def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template:
@@ -258,7 +261,7 @@ def cast_output(where: Selection, to: Literal["float32", "weights"]) -> Template
 
         return CastOutput(_rule(to, context, target))
 
-    return Template(where, change, f"cast output to {_named(to)}")
+    return Template(where, change, f"cast output to {_TO[to]}")
 
 
 def map_output(where: Selection, function: Callable[[torch.Tensor], torch.Tensor], text: str) -> Template:
@@ -296,7 +299,7 @@ def in_float32(where: Selection) -> Template:
     def change(_context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 
-        _check_plain(target)
+        check_plain(target)
         return ComputeInFloat32()
 
     return Template(where, change, "compute in float32")
@@ -333,7 +336,7 @@ def read_stream(where: Selection) -> Template:
     def change(_context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.in_float32.read_stream import ReadStream
 
-        _check_plain(target)
+        check_plain(target)
         return ReadStream()
 
     return Template(where, change, "read the float32 stream")
@@ -348,7 +351,7 @@ def in_float32_inside(where: Selection) -> Template:
     def change(_context: Context, target: Target) -> Change:
         from hfpatch.patching.kinds.compute_inside import ComputeInside
 
-        _check_plain(target)
+        check_plain(target)
         return ComputeInside()
 
     return Template(where, change, "compute in float32 inside")
@@ -384,21 +387,6 @@ def scale_map(where: Selection, exponent: Callable[[Context, Target], int]) -> T
         return ScaleMap(exponent(context, target))
 
     return Template(where, change, "scale a map by a power of two, float32 at its end")
-
-
-def _check_plain(target: Target) -> None:
-    """Raise an error if a module holds a quantised weight, by its dtype or by its tensor class.
-
-    Raises:
-        RefusedError: It does; its weight cannot be computed with in float32.
-    """
-    for name, parameter in target.module.named_parameters():
-        cls = type(parameter.data)
-        other = not f"{cls.__module__}.".startswith("torch.")
-        if other or not parameter.dtype.is_floating_point or parameter.element_size() < 2:
-            path = f"{target.path}.{name}" if target.path else name
-            what = f"{cls.__module__.partition('.')[0]}'s {cls.__name__}" if other else str(parameter.dtype)
-            raise RefusedError(f"{path} is quantised ({what}) and cannot be computed with in float32")
 
 
 def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -> DtypeRule:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfpatch.compat.modules import RESCALE, RESCALED, in_place_of_scaling
+from hfpatch.compat.rwkv import RESCALE, RESCALED, in_place_of_scaling
 from hfpatch.patching import edits, select
 from hfpatch.patching.language import Case, Needed, NotNeeded, Offered, Patch, Refused, Verdict
 
@@ -77,7 +77,7 @@ def _own(context: Context) -> list[tuple[str, nn.Module]]:
 
 def _dividing(context: Context) -> Iterable[Target]:
     """The models that divide weights of their own."""
-    from hfpatch.compat.modules import divided_in_evaluation
+    from hfpatch.compat.rwkv import divided_in_evaluation
     from hfpatch.patching.context import Target
 
     return (Target(path, module) for path, module in _own(context) if divided_in_evaluation(module))
@@ -85,14 +85,14 @@ def _dividing(context: Context) -> Iterable[Target]:
 
 def _divided(context: Context) -> Iterable[Target]:
     """Those whose weights are divided now."""
-    from hfpatch.compat.modules import is_divided
+    from hfpatch.compat.rwkv import is_divided
 
     return (target for target in _dividing(context) if is_divided(target.module))
 
 
 def _weights(context: Context) -> Iterable[Target]:
     """The linear maps whose weights are divided now, those in adapters too."""
-    from hfpatch.compat.modules import divided_in_evaluation
+    from hfpatch.compat.rwkv import divided_in_evaluation
     from hfpatch.model.wrapping import unwrapped
     from hfpatch.patching.context import Target
 

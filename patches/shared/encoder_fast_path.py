@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfpatch.model.evaluating.fast_path import ACTIVATION, NESTED
 from hfpatch.patching import edits, select
 from hfpatch.patching.language import Case, Needed, NotNeeded, Offered, Patch, Verdict
 
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
 
     from hfpatch.patching.context import Context, Target
     from hfpatch.patching.verifying.trial import Trial
+
+ACTIVATION, NESTED = "activation_relu_or_gelu", "use_nested_tensor"
+"""Attributes that torch reads at each call of a layer, and of an encoder: 0 or False, and no kernel is used."""
 
 
 def condition(context: Context) -> Verdict:

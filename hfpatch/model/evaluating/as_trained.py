@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.compat.modules import (
+from hfpatch.compat.rwkv import (
     RESCALE,
     RESCALED,
     divided_in_evaluation,

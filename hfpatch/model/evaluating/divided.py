@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.compat.modules import divided_in_evaluation
+from hfpatch.compat.rwkv import divided_in_evaluation
 from hfpatch.model.walk import peek
 
 
