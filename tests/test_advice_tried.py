@@ -385,10 +385,11 @@ class TestNotAdvised:
         assert "hfpatch.apply" not in " ".join(t.advice)
 
     def test_where_attention_overflows_behind_the_stream(self, gemma: Any, ids: torch.Tensor) -> None:
-        attention = gemma.model.layers[-1].self_attn
+        """Values that pass 65,504 in `v_proj`, which no patch scales."""
+        last = gemma.model.layers[-1]
         with torch.no_grad():
-            attention.v_proj.weight.mul_(1e4)
-            attention.o_proj.weight.mul_(1e4)
+            last.input_layernorm.weight.add_(300)
+            last.self_attn.v_proj.weight.mul_(1e4)
         t = traced(gemma, input_ids=ids)
         assert t.first_bad.symptom == "residual-overflow"
         assert t.patches == ()
