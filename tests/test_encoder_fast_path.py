@@ -105,7 +105,7 @@ NO_KERNEL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("words", NO_KERNEL, ids=str)
+@pytest.mark.parametrize("words", NO_KERNEL, ids=["time first", "no bias", "tanh"])
 def test_a_layer_without_a_kernel_is_left_alone_and_stays_a_target(words: Any) -> None:
     model = adapted(Net(**words))
     trained, evaluated = trained_and_evaluated(model, X)
