@@ -12,6 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from hfpatch.atlas.atlas import architectures
+from hfpatch.errors import RefusedError
 from hfpatch.lab.overflow import NothingGrowsError
 from hfpatch.lab.sizes import DEFAULTS
 from hfpatch.lab.tiny import NOT_TINY, home
@@ -219,7 +220,7 @@ def _too_far(entry: Entry, case: Case, check: CheckProof, make: Make) -> str:
     carry_out(trial.model, plan_alone(entry, trial.model, asked=True, check=check))
     try:
         error = trial.error(trial.logits())
-    except RuntimeError as raised:  # mixed dtypes
+    except (RuntimeError, RefusedError) as raised:  # mixed dtypes; a forward that the patch's hooks refuse
         return f"on healthy weights it does not run: {_first_line(raised)}"
     if error <= most_error(entry, stock):
         return ""
