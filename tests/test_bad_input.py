@@ -96,9 +96,13 @@ def some_loss() -> torch.Tensor:
     return next(model().parameters()).sum()
 
 
+BATCH = {"input_ids": torch.arange(8)[None]}
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     # name: the function, what it is called with, and the arguments that are replaced by something absurd
     "inspect": (hfpatch.inspect, lambda: {"given": model()}, ("given", "trust_remote_code")),
+    "compare": (hfpatch.compare, lambda: {"a": model(), "b": model(), "batch": BATCH}, ("a", "b", "batch")),
+    "doctor": (hfpatch.doctor, lambda: {"model": model(), "batch": BATCH}, ("model", "args", "batch")),
     "plan": (
         hfpatch.plan,
         lambda: {"model": model()},

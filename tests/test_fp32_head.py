@@ -139,7 +139,7 @@ class TestModel:
         hfpatch.apply(model, only=ID, verbose=False)
         with torch.no_grad():
             every, last = model(input_ids=IDS).logits, model(input_ids=IDS, logits_to_keep=1).logits
-        assert torch.equal(every[:, -1:], last)
+        torch.testing.assert_close(every[:, -1:], last)  # one row is another kernel than many
         ids = model.generate(IDS, max_new_tokens=3, do_sample=False)
         with torch.no_grad():
             again = model(input_ids=ids[:, :-1]).logits[:, -1].argmax(-1)

@@ -22,6 +22,7 @@ from torch import nn
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.inspecting.peaks import Peaks
+from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import RUN_AGAIN, unwrapped
 from hfpatch.patching.verifying.same_weights import difference, files_seen, weights_seen
 from hfpatch.report.files import write_atomically
@@ -99,7 +100,7 @@ def kept_need(survey: Survey) -> tuple[Peaks | None, str]:
 
 def folder_of(model: nn.Module) -> Path | None:
     """Return the directory that a model was loaded from, by its config; None if it was not."""
-    name = getattr(getattr(model, "config", None), "name_or_path", None)
+    name = peek(peek(model, "config"), "name_or_path")
     try:
         return Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
     except (OSError, ValueError):  # a name that is too long, or holds a null byte
