@@ -393,7 +393,3 @@ def _rule(to: Literal["float32", "weights"], context: Context, target: Target) -
     from hfpatch.patching.kinds.dtype_rule import dtype_rule
 
     return dtype_rule(to, target.module, context.compute_dtype, context.stream_dtype)
-
-
-def _named(to: Literal["float32", "weights"]) -> str:
-    return to if to == "float32" else "the dtype of its weights"
