@@ -83,7 +83,10 @@ def _of_default(entry: Entry, plain: Proof) -> Subject | None:
     """Return the subject of the default config of a proof's architecture; None if that has no flags or is unknown."""
     architecture = plain.subject.architecture
     cls: Any = CONFIG_MAPPING[architecture]
-    survey = Survey(tiny_of(Case(architecture, tower=is_tower(architecture))))
+    try:
+        survey = Survey(tiny_of(Case(architecture, tower=is_tower(architecture))))
+    except REJECTIONS:  # it runs inside another model alone
+        survey = Survey(tiny_of(Case(architecture, tower=True)))
     inside = next(s for s in survey.submodels if s.architecture == architecture)
     code = code_of(entry, Context(survey, inside, None, entry.patch.options))
     try:
