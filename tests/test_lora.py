@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -23,6 +24,7 @@ from transformers import (
 from hfpatch.errors import InputError
 from hfpatch.lab.tiny import SpeechLLM, tiny_model
 from hfpatch.lora.config import lora_config
+from hfpatch.lora.linear import features
 from hfpatch.lora.matrices import Reading
 from hfpatch.lora.names import pattern
 from hfpatch.lora.places import frame_of, places
@@ -658,3 +660,11 @@ def test_bare_weights_in_a_block_are_said_and_counted() -> None:
     assert set(said.values()) == {"a bare parameter, which PEFT would take for a stack of experts"}
     bare = sum(p.numel() for n, p in model.named_parameters() if n.rpartition(".")[2] in said)
     assert targets.coverage.of_weights == targets.coverage.weights + bare
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor, lambda n: torch.tensor(n, device="meta")], ids=range(3))
+def test_sizes_that_are_no_plain_numbers(kind: Any) -> None:
+    """A model that computes widths with NumPy or torch gives `nn.Linear` such numbers."""
+    layer: Any = nn.Linear(4, 8)
+    layer.in_features, layer.out_features = kind(4), kind(8)
+    assert features(layer) == (4, 8)

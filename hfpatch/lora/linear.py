@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ def features(module: nn.Module) -> tuple[int, int] | None:
         return None
     for inputs, outputs in (("in_features", "out_features"), ("infeatures", "outfeatures")):
         sizes = getattr(module, inputs, None), getattr(module, outputs, None)
-        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
+        if isinstance(module, nn.Linear) and torch.Tensor in map(type, sizes) and module.weight.dim() == 2:
+            sizes = tuple(module.weight.shape)[::-1]  # of a model that computes its widths with torch (Inkling)
+        if isinstance(sizes[0], Integral) and isinstance(sizes[1], Integral):  # NumPy's, too
             inner = any(features(child) is not None for child in module.children())
-            return None if inner else (sizes[0], sizes[1])
+            return None if inner else (int(sizes[0]), int(sizes[1]))
     return None
 
 
