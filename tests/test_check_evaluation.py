@@ -67,6 +67,11 @@ def test_layers_that_evaluation_bypasses(kwargs: dict[str, Any]) -> None:
     assert "linear1" in hazard.reason and "q_proj" not in hazard.reason
     assert "TransformerEncoderLayer" in hazard.change
     assert fingerprint(model) == before
+    assert "hfpatch.apply(model, only='encoder-fast-path')" in hazard.change
+    hfpatch.apply(model, only="encoder-fast-path", verbose=False)
+    cured = hfpatch.check(model, {}, batch=speech_batch())
+    assert "adapter-not-in-eval" not in cured.ids, str(cured)
+    assert any(line.startswith(SAYS) for line in cured.measured), cured.measured
 
 
 def test_layers_that_evaluation_calls() -> None:

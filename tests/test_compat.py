@@ -939,3 +939,15 @@ class TestRanks:
             assert ranks.wait_for(store, "hfpatch/word", 0.1) == "a value"
         finally:
             distributed.destroy_process_group()
+
+
+def test_halves_of_adapters_are_told_by_their_names() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    named = dict(model.named_parameters())
+    found = peft.halves(named)
+    assert len(found) == 5, "four layers and the embedding"
+    assert {n for pair in found for n in pair} == {n for n, p in named.items() if p.requires_grad}
+    assert all(named[low].shape[0] == named[high].shape[1] == 2 for low, high in found)
+    assert peft.halves(["a.lora_Ax.weight", "lora_A.weight"]) == []

@@ -6,12 +6,14 @@ import io
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hfpatch.errors import InputError
+from hfpatch.report.sheet import say
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,22 @@ def broken_patch_files() -> bool:
     for error in errors.values():
         print(f"hfpatch: {error}", file=sys.stderr)
     return bool(errors)
+
+
+def say_missing(names: Sequence[str], whose: str = "") -> None:
+    """Say on stderr how many tensors a checkpoint does not hold; nothing if it holds all.
+
+    Args:
+        names: Their names.
+        whose: The beginning of the line, such as `A, model: `.
+    """
+    if names:
+        say(
+            [
+                f"hfpatch: {whose}{len(names)} tensors are not in the checkpoint, so random ({names[0]}, ...), "
+                "which affects the figures"
+            ]
+        )
 
 
 def quiet_transformers() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hfpatch.cli.common import Json, TrustRemoteCode, quiet_transformers, read_text, show, torch_device
+from hfpatch.cli.common import Json, TrustRemoteCode, quiet_transformers, read_text, say_missing, show, torch_device
 from hfpatch.errors import InputError
 from hfpatch.report.sheet import say
 
@@ -57,8 +57,7 @@ def compare(
         b or a, dtype=types[1], device=chosen, attention=ways[1], trust_remote_code=trust_remote_code
     )
     for side, name, lost, extra in (("A", a, one.missing, one.unexpected), ("B", b or a, missing, unexpected)):
-        if lost:
-            say([f"hfpatch: {side}, {name}: {len(lost)} tensors are not in the checkpoint, so random ({lost[0]}, ...)"])
+        say_missing(lost, f"{side}, {name}: ")
         if extra:
             say([f"hfpatch: {side}, {name}: {len(extra)} tensors in the checkpoint are not used ({extra[0]}, ...)"])
     found = compared(one.model, other, one.batch(words, tokens, loss=False))

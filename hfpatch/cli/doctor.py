@@ -13,6 +13,7 @@ from hfpatch.cli.common import (
     broken_patch_files,
     quiet_transformers,
     read_text,
+    say_missing,
     show,
     torch_device,
 )
@@ -63,13 +64,7 @@ def doctor(
     config = load_config(model, trust_remote_code=trust_remote_code)
     check_memory(model, build_on_meta(config), chosen)
     checkpoint = load(model, dtype=torch.float32, device=chosen, trust_remote_code=trust_remote_code)
-    if checkpoint.missing:
-        say(
-            [
-                f"hfpatch: {len(checkpoint.missing)} tensors are not in the checkpoint, so random "
-                f"({checkpoint.missing[0]}, ...), which affects the figures"
-            ]
-        )
+    say_missing(checkpoint.missing)
     found = examine(checkpoint.model, given, batch=checkpoint.batch(words, tokens, loss=True))
     show(found, json)
     if html is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from hfpatch.cli.common import (
     broken_patch_files,
     quiet_transformers,
     read_text,
+    say_missing,
     show,
     torch_device,
 )
@@ -129,12 +129,7 @@ def _verify_model(
     from hfpatch.tracing.checkpoint import load
 
     checkpoint = load(name, dtype=as_dtype(dtype), device=torch_device(device), trust_remote_code=trust_remote_code)
-    for missing in checkpoint.missing[:1]:
-        print(
-            f"hfpatch: {len(checkpoint.missing)} tensors are not in the checkpoint, so random ({missing}, ...), which "
-            "affects the figures",
-            file=sys.stderr,
-        )
+    say_missing(checkpoint.missing)
     batch = checkpoint.batch(words, tokens, loss=True)
     proof = verify_model(checkpoint.model, batch, runs=runs)
     show(replace(proof, model=name), json)

@@ -123,12 +123,17 @@ def _of_tensors(pair: Pair, compared: tuple[Weight, ...]) -> Iterator[Fact]:
             yield Fact("tie", name.rpartition(".")[0], name.rpartition(".")[2], one, other)
 
 
-def _of_attributes(pair: Pair) -> Iterator[Fact]:
-    mine, theirs = pair.a.modules(), pair.b.modules()
-    for path, a in mine.items():
+def _in_both(pair: Pair) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield the modules that both models have by one path, but for those that they share."""
+    theirs = pair.b.modules()
+    for path, a in pair.a.modules().items():
         b = theirs.get(path)
-        if b is None or a is b:
-            continue
+        if b is not None and a is not b:
+            yield path, a, b
+
+
+def _of_attributes(pair: Pair) -> Iterator[Fact]:
+    for path, a, b in _in_both(pair):
         one, other = _values(a), _values(b)
         for name in dict.fromkeys([*one, *other]):
             values = one.get(name, _MISSING), other.get(name, _MISSING)
@@ -166,10 +171,7 @@ def _values(module: nn.Module) -> dict[str, Any]:
 
 def _of_classes(pair: Pair) -> Iterator[Fact]:
     mine, theirs = pair.a.modules(), pair.b.modules()
-    for path, a in mine.items():
-        b = theirs.get(path)
-        if b is None or a is b:
-            continue
+    for path, a, b in _in_both(pair):
         own = tuple(_own_functions(m) for m in (a, b))
         for name in dict.fromkeys([*own[0], *own[1]]):
             bodies = [o.get(name) for o in own]

@@ -7,14 +7,24 @@ Known in PEFT 0.18 to 0.21. PEFT is imported when a function is called.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
+_LOWER = re.compile(r"(?<![^.])lora_(embedding_)?A(?![^.])")
+
 ACTIVE = "_active_adapter"
 """Key in the `__dict__` of an adapted layer: the names of the adapters that are active in it."""
+
+
+def halves(names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the names of `lora_A` and `lora_B` of each adapter of each layer, among the names of parameters."""
+    pairs = ((name, _LOWER.sub(r"lora_\1B", name)) for name in names)
+    return [(low, high) for low, high in pairs if low != high and high in names]
 
 
 def is_off(layer: Any) -> bool:

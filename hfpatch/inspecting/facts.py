@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.compat import dynamo, hooks, implementation
 from hfpatch.compat.modules import children
-from hfpatch.compat.peft import has_own_adapters
+from hfpatch.compat.peft import halves, has_own_adapters
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.cast_buffers import cast_buffers, described
 from hfpatch.model.embed import find_embedding
@@ -302,6 +302,8 @@ def wrappers(survey: Survey) -> tuple[Wrapper, ...]:
 def adapters(survey: Survey) -> tuple[Adapter, ...]:
     """Return the PEFT adapters in the model, from `get_peft_model` or `model.add_adapter`."""
     found: dict[str, Adapter] = {}
+    named = dict(survey.root.named_parameters())
+    pairs = halves(named)
     for module in survey.modules.values():
         given: Any = module
         is_peft = kind_of(type(module)) == "PEFT"
@@ -311,22 +313,10 @@ def adapters(survey: Survey) -> tuple[Adapter, ...]:
         for name, config in given.peft_config.items():
             kind: Any = getattr(config, "peft_type", "")
             if name not in found:
-                halves = _halves(survey, name)
-                zero = sum(_is_zero(low) or _is_zero(high) for low, high in halves)
-                found[name] = Adapter(name, str(getattr(kind, "value", kind)), name in active, len(halves), zero)
+                own = [(a, b) for a, b in pairs if name in a.split(".")]
+                zero = sum(_is_zero(named[a]) or _is_zero(named[b]) for a, b in own)
+                found[name] = Adapter(name, str(getattr(kind, "value", kind)), name in active, len(own), zero)
     return tuple(found.values())
-
-
-def _halves(survey: Survey, adapter: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return `lora_A` and `lora_B` of each layer of an adapter."""
-    named = dict(survey.root.named_parameters())
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, high in named.items():
-        names = name.split(".")
-        low = named.get(name.replace("lora_B", "lora_A").replace("lora_embedding_B", "lora_embedding_A"))
-        if adapter in names and low is not None and low is not high and names[-1] != "bias":
-            found.append((low, high))
-    return found
 
 
 def _is_zero(half: torch.Tensor) -> bool:

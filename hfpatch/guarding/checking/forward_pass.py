@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hfpatch.compat.operators import DispatchMode
-from hfpatch.guarding.checking.rehearsal import on_device
+from hfpatch.guarding.checking.rehearsal import loss_of, on_device, uncompiled, with_others
 from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
 
@@ -40,6 +40,13 @@ class Passed:
     read: frozenset[int] = frozenset()
     drew: bool = False
     error: Exception | None = None
+
+    @property
+    def failed(self) -> str:
+        """That it raised, as words; empty if it did not."""
+        return (
+            "" if self.error is None else f"a pass without gradients raised {type(self.error).__name__}: {self.error}"
+        )
 
 
 class _Reads(DispatchMode):
@@ -114,36 +121,25 @@ def forward_pass(
     """
     device = device_of(model)
     reads = _Reads(model)
-    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     whole = WithoutDropout() if training else contextlib.nullcontext()
-    with torch.inference_mode(mode=False), eager, as_before(model), torch.no_grad():
+    with torch.inference_mode(mode=False), uncompiled(compiled=compiled), as_before(model), torch.no_grad():
         given = {k: on_device(v, device, str(k)) for k, v in batch.items()}
         torch.manual_seed(seed)
         before = _random_state(device)
         try:
             model.train(training)
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), whole, reads:
-                output = _called(model, given, instead)
+                output = with_others(model, lambda: model(**given), instead)
         except REJECTIONS as error:
             return Passed(error=error)
         drew = not all(map(torch.equal, before, _random_state(device)))
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    loss = output[0] if loss is None and isinstance(output, tuple) and output else loss
-    single = float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-    return Passed(_logits(output), single, frozenset(reads.read), drew)
+    loss = loss_of(output)
+    return Passed(_logits(output), None if loss is None else float(loss), frozenset(reads.read), drew)
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _called(model: nn.Module, given: dict[str, Any], instead: Mapping[nn.Parameter, torch.Tensor]) -> Any:
-    if not instead:
-        return model(**given)
-    by_id = {id(p): t for p, t in instead.items()}
-    named = model.named_parameters(remove_duplicate=False)
-    return torch.func.functional_call(model, {n: by_id[id(p)] for n, p in named if id(p) in by_id}, (), given)
 
 
 def _logits(output: Any) -> torch.Tensor | None:

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfpatch.compat import checkpointing, hooks
-from hfpatch.guarding.checking.rehearsal import on_device
+from hfpatch.guarding.checking.forward_pass import forward_pass
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.code import tree_of
-from hfpatch.model.put_back import as_before, device_of
-from hfpatch.model.source import REJECTIONS
+from hfpatch.model.put_back import device_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,29 +61,15 @@ def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> Undivid
     if not isinstance(labels, torch.Tensor):
         return None  # a Trainer counts labels only
     count = int((labels != -100).sum())
-    losses = [_loss(model, batch, n) for n in (count, 2 * count)] if count else [0.0]
+    losses = (
+        [forward_pass(model, {**batch, ITEMS: torch.tensor(n)}).loss for n in (count, 2 * count)] if count else [0.0]
+    )
     first = losses[0]
     if first is None:
         return _read(model)
     if not first or not math.isfinite(first) or first != losses[1]:  # a loss of 0 does not tell
         return None
     return UndividedLoss(f"its loss on this batch is {first:.4g} for {count} tokens as for {2 * count}", measured=True)
-
-
-def _loss(model: nn.Module, batch: Mapping[str, Any], items: int) -> float | None:
-    """Return the loss in evaluation mode, with this number of items; None if there is none, or if that raises."""
-    device = device_of(model)
-    with torch.inference_mode(mode=False), as_before(model), torch.no_grad():
-        torch.manual_seed(0)
-        model.eval()  # no dropout, no update of running statistics
-        given = {k: on_device(v, device, str(k)) for k, v in batch.items()}
-        try:
-            output = model(**given, **{ITEMS: torch.tensor(items, device=device)})
-        except REJECTIONS:
-            return None
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    loss = output[0] if loss is None and isinstance(output, tuple) else loss
-    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def _catch_all(cls: type[nn.Module]) -> str | None:

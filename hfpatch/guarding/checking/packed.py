@@ -154,8 +154,8 @@ def _offset(found: Measurement, packed: Packed) -> Iterator[Hazard]:
 
 def _row(run: Passed, row: int, length: int) -> torch.Tensor | str:
     """Return the logits [positions, vocabulary] of a row, or why there are none."""
-    if run.error is not None:
-        return f"a pass without gradients raised {type(run.error).__name__}: {run.error}"
+    if run.failed:
+        return run.failed
     if run.logits is None or run.logits.dim() != 3 or run.logits.shape[1] != length:
         return "the output holds no logits for each position"
     return run.logits[row]

@@ -122,7 +122,7 @@ def rehearse(
 
     def passes() -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None] | None]:
         with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            loss = _loss(model(**moved))
+            loss = loss_of(model(**moved))
         if loss is None or not loss.requires_grad:
             return loss, None
         began.append(True)
@@ -131,7 +131,7 @@ def rehearse(
         return loss, _gradients(loss, parameters, ends, reentrant=reentrant)
 
     versions = {n: version(p) for n, p in model.named_parameters()}
-    with torch.inference_mode(mode=False), _uncompiled(compiled=compiled), as_before(model):
+    with torch.inference_mode(mode=False), uncompiled(compiled=compiled), as_before(model):
         moved.update({k: on_device(v, device, str(k)) for k, v in batch.items()})
         holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         handles = [hooks.before(m, mark) for m in holders]
@@ -140,7 +140,7 @@ def rehearse(
         try:
             model.train()
             prepare()
-            loss, found = _with_others(model, passes, instead)
+            loss, found = with_others(model, passes, instead)
         except REJECTIONS as error:
             check_keys(error, model, batch)
             places = {n: t for n, (t, _) in embedded.items()}
@@ -215,13 +215,13 @@ def on_device(value: Any, device: torch.device, name: str) -> Any:
     return value
 
 
-def _uncompiled(*, compiled: bool) -> contextlib.AbstractContextManager[object]:
+def uncompiled(*, compiled: bool) -> contextlib.AbstractContextManager[object]:
     """Have compiled modules run uncompiled: hooks that are set after their first call do nothing there."""
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def _with_others(model: nn.Module, passes: Callable[[], Any], instead: Mapping[nn.Parameter, torch.Tensor]) -> Any:
-    """Run both passes with other tensors in place of some parameters."""
+def with_others(model: nn.Module, passes: Callable[[], Any], instead: Mapping[nn.Parameter, torch.Tensor]) -> Any:
+    """Run passes with other tensors in place of some parameters, also when layers run again in the backward pass."""
     if not instead:
         return passes()
     by_id = {id(p): t for p, t in instead.items()}
@@ -244,7 +244,8 @@ def _gradients(
     return {n: p.grad if (given := by_id.get(id(p))) is None else given for n, p in parameters.items()}
 
 
-def _loss(output: Any) -> torch.Tensor | None:
+def loss_of(output: Any) -> torch.Tensor | None:
+    """Return the loss in an output, as a tensor without dimensions; None without one."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output[0] if loss is None and isinstance(output, tuple) and output else loss
     loss = output if loss is None else loss

@@ -117,9 +117,8 @@ def _changes_nothing(held: list[Pair]) -> Iterator[Hazard]:
 
 def _difference(training: Passed, evaluated: Passed) -> float | str:
     """Return how far the outputs of two passes are apart, or why they cannot be compared."""
-    for run in (training, evaluated):
-        if run.error is not None:
-            return f"a pass without gradients raised {type(run.error).__name__}: {run.error}"
+    if failed := training.failed or evaluated.failed:
+        return failed
     one, other = training.logits, evaluated.logits
     if one is None or other is None:
         return "the output holds no tensor of floats"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from hfpatch.compat.peft import halves
 from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
-
-_LOWER = re.compile(r"(?<![^.])lora_(embedding_)?A(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,7 @@ def pairs(subject: Subject) -> list[Pair]:
     """Return the two halves of each adapter of each layer, trained or not."""
     named = {clean_name(n): p for n, p in subject.model.named_parameters()}
     trained = {n for n, p in subject.parameters.items() if p.requires_grad}
-    found: list[Pair] = []
-    for a, low in named.items():
-        b = _LOWER.sub(r"lora_\1B", a)
-        if b != a and b in named:
-            found.append(Pair(a, b, low, named[b], a in trained, b in trained))
-    return found
+    return [Pair(a, b, named[a], named[b], a in trained, b in trained) for a, b in halves(named)]
 
 
 def noise(parameter: nn.Parameter, draw: torch.Generator) -> torch.Tensor:
