@@ -10,7 +10,7 @@ from torch import nn
 
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.edges import edges
-from hfpatch.model.reads import Reading, begins_with_norm, calls, reading_of
+from hfpatch.model.reads import Reading, begins_with_norm, calls, calls_as_they_end, reading_of
 from hfpatch.model.roles import Stack
 from hfpatch.model.survey import Survey
 
@@ -101,3 +101,11 @@ def test_where_a_raw_stream_leaves() -> None:
     assert {"model.multi_modal_projector.linear_1", "model.vision_tower.post_layernorm"} <= found
     assert not any(path.startswith(("model.language_model", "lm_head")) or "layers" in path for path in found)
     assert list(edges(survey, llm)) == []
+
+
+def test_calls_come_in_the_order_in_which_they_end() -> None:
+    """The last map of `self.w2(F.silu(self.w1(x)) * self.w3(x))` is `w2`, which the source names first."""
+    feed: Any = tiny_model("lfm2").model.layers[0].feed_forward
+    assert calls_as_they_end(type(feed)) == ("w1", "w3", "w2")
+    attention: Any = tiny_model("llama").model.layers[0].self_attn
+    assert calls_as_they_end(type(attention))[-1] == "o_proj"

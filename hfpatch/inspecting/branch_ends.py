@@ -11,7 +11,7 @@ from torch import nn
 from hfpatch.inspecting.feed_forward import feed_forwards
 from hfpatch.lora.linear import features, reads_weight
 from hfpatch.model.code import tree_of
-from hfpatch.model.reads import calls
+from hfpatch.model.reads import calls_as_they_end
 from hfpatch.model.roles import Place, Stack, own_class
 from hfpatch.model.walk import inside
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
@@ -20,8 +20,8 @@ from hfpatch.model.wrapping import ON_LAYERS, unwrap
 def branch_maps(stack: Stack) -> Iterator[tuple[Place, ...]]:
     """Yield the linear maps of each branch that has no feed-forward part, without adapters.
 
-    Those are attentions and mixers. The order is that of the forward's source, else that of the module. Branches that
-    read the stream itself are left out.
+    Those are attentions and mixers, and MLPs without a module for their activation. The order is that in which the
+    forward's calls end, else that of the module. Branches that read the stream itself are left out.
     """
     parts = list(feed_forwards(stack))
     theirs = [part.path for part in parts if not part.of_layer] + [p for part in parts for p in part.places]
@@ -39,7 +39,7 @@ def _maps(path: str, module: nn.Module) -> Iterator[Place]:
     if features(module) is not None:
         yield path, module
         return
-    called = {name: at for at, name in enumerate(calls(type(module)))}
+    called = {name: at for at, name in enumerate(calls_as_they_end(type(module)))}
     ordered: list[tuple[int, str, nn.Module]] = []
     for name, child in module.named_children():
         before = ordered[-1][0] if ordered else -1  # one that another method calls stays behind its neighbour

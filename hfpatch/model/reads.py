@@ -89,9 +89,21 @@ def begins_with_norm(module: nn.Module) -> bool:
 @cache
 def calls(cls: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the children that a class's forward calls, in the order of its source."""
+    return _named(sorted(_made(cls), key=lambda call: (call.lineno, call.col_offset)))
+
+
+@cache
+def calls_as_they_end(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return them in the order in which the calls end: those in the arguments of another end before it."""
+    return _named(sorted(_made(cls), key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0)))
+
+
+def _made(cls: type[nn.Module]) -> list[ast.Call]:
     tree = tree_of(cls.forward)
-    made = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    made.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+
+
+def _named(made: list[ast.Call]) -> tuple[str, ...]:
     return tuple(name for call in made if (name := _child(call.func)) is not None)
 
 
