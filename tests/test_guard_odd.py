@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hfpatch
 from hfpatch.errors import InputError
@@ -95,3 +97,17 @@ def test_an_interrupted_backward_pass_is_not_added_to_the_next(error: type[BaseE
     assert outcome.stepped
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_optimizer_of_gathered_parameters() -> None:
+    """After a forward pass without a backward one, FSDP2 leaves the root's weights whole; steps on those are lost."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with torch.no_grad():
+        model(X)
+    gathered = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"holds 4 parameters as FSDP2 gathered them .* \(first: 0\.weight\).*reshard"):
+        hfpatch.Guard(model, gathered, verbose=False)
+    guard = hfpatch.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    assert guard.step(model(X).square().mean()).facts.kind == "stepped"

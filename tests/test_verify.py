@@ -622,3 +622,24 @@ def test_where_a_class_rejects_its_config(monkeypatch: pytest.MonkeyPatch) -> No
     states = {b.name: b.state for b in floating_buffers(Survey(model))}
     assert states["embed_scale"] == "changed"
     assert states["full_attention_inv_freq"] == "rounded"
+
+
+@pytest.mark.parametrize("measure", ["verify", "need"])
+def test_autograds_own_hooks_stay(measure: str) -> None:
+    """DDP averages gradients in hooks on autograd's accumulators, which a parameter loses if its dtype changes."""
+    model = tiny_model("gemma3_text").half()
+    fired: list[str] = []
+    kept = []  # autograd holds an accumulator only weakly
+    for name, parameter in model.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_, name=name: fired.append(name))
+        kept.append(accumulator)
+    ids = torch.arange(12).reshape(1, 12) + 3
+    before = dict(model.named_parameters())
+    if measure == "verify":
+        hfpatch.apply(model, verbose=False).verify({"input_ids": ids})
+    else:
+        hfpatch.plan(model, batch={"input_ids": ids})
+    assert all(now is before[name] for name, now in model.named_parameters())
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert sorted(fired) == sorted(before)

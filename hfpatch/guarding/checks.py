@@ -12,6 +12,7 @@ from torch import nn
 
 from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
+from hfpatch.guarding.gradient_norms import is_distributed
 from hfpatch.model import wrapping
 from hfpatch.model.walk import peek
 
@@ -58,15 +59,21 @@ def check(
         The warnings, as sentences.
 
     Raises:
-        InputError: The optimizer holds none of the model's parameters, or complex ones, or steps by a closure; sparse
-            gradients; a wrapper the guard cannot see through; an eps that is 0 in its parameters' dtype; parameters
-            under a GradScaler in a dtype it cannot unscale.
+        InputError: The optimizer holds none of the model's parameters, or what FSDP2 gathered of them, or complex
+            ones, or steps by a closure; sparse gradients; a wrapper the guard cannot see through; an eps that is 0 in
+            its parameters' dtype; parameters under a GradScaler in a dtype it cannot unscale.
     """
     if all(name.startswith(STRAY) for name in parameters):
         raise InputError(
             f"guard: {type(optimizer).__name__} holds {len(parameters)} parameters, none of them of this "
             f"{type(model).__name__}, which would not be trained; create the optimizer from the model that is called, "
             "after it was copied, loaded or sharded"
+        )
+    if gathered := _gathered(model, parameters):
+        raise InputError(
+            f"guard: {type(optimizer).__name__} holds {len(gathered)} parameters as FSDP2 gathered them for a forward "
+            f"pass (first: {gathered[0]}), so its steps would not reach the shards; call model.reshard() before the "
+            "optimizer is created"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -110,6 +117,18 @@ def check(
                     "parameter.data.float(), or PEFT's autocast_adapter_dtype=True) and let autocast compute in float16"
                 )
     return (*_outside(model, optimizer, parameters), *_warnings(model, scaled=scaled))
+
+
+def _gathered(model: nn.Module, parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Return the parameters that FSDP2 gathered for a forward pass and that no backward pass made shards again."""
+    sharded: list[Any] = [m for m in model.modules() if wrapping.kind_of(type(m)) == "FSDP2"]
+    plain = {n: p for n, p in parameters.items() if not is_distributed(p)}
+    if not sharded or not plain:
+        return []
+    for module in sharded:
+        module.reshard()
+    now = set(map(id, model.parameters()))
+    return [name for name, parameter in plain.items() if not name.startswith(STRAY) and id(parameter) not in now]
 
 
 def _then(optimizer: torch.optim.Optimizer) -> str:

@@ -1,13 +1,12 @@
 """Runs a model with its weights and buffers in another dtype, for inference only.
 
-The parameters stay the same objects; only their data is replaced, for as long as it is used. Everything that a run
-changes is restored at its end, even after an error.
+Other parameters stand in the places of the model's own ones, which are not touched. Everything that a run changes is
+restored at its end, even after an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from hfpatch.compat import operators
 from hfpatch.compat.hooks import after, before, drop, new_key
 from hfpatch.compat.modules import CONVOLUTIONS
 from hfpatch.compat.modules import buffers as buffers_of
+from hfpatch.compat.modules import parameters as parameters_of
 from hfpatch.model.evaluating.as_trained import in_evaluation_form
 from hfpatch.model.rebuilt import HALF
 from hfpatch.model.survey import Survey
@@ -46,9 +46,10 @@ def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> 
 
     The weights of a block (a layer of a stack) are cast while its forward, or that of one of its parts, runs; all
     other weights (embedding, head, projectors) are cast for the whole run. The extra memory is that of these weights
-    and of one block, not of a copy of the model. The parameters stay the same objects; only their `.data` is replaced.
-    A block that is not running has the new dtype and NaN as its values. Buffers in float16 or bfloat16 are cast too,
-    for the whole run.
+    and of one block, not of a copy of the model. In the place of each parameter stands another one meanwhile. The
+    parameter itself is not touched: if its `.data` got another dtype, autograd would forget the hooks with which DDP
+    averages gradients. A block that is not running has the new dtype and NaN as its values. Buffers in float16 or
+    bfloat16 are cast too, for the whole run.
 
     Args:
         model: The model.
@@ -56,38 +57,36 @@ def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> 
         whole: Cast all weights for the whole run, for a model that reads the weights of a block outside its forward.
     """
     inner = [] if whole else list(dict.fromkeys(part for block in blocks_of(Survey(model)) for part in block.modules()))
-    ours = set(map(id, inner))
-    outside = (p for m in model.modules() if id(m) not in ours for p in m.parameters(recurse=False))
-    held: dict[nn.Parameter, torch.Tensor] = {}
-    resting: dict[nn.Parameter, torch.Tensor] = {}
+    lent = _Lent(model, dtype)
+    resting: dict[nn.Parameter, nn.Parameter] = {}
     calls: list[tuple[nn.Module, list[nn.Parameter]]] = []
     key = new_key()
 
     def begin(module: nn.Module, _args: Any) -> None:
-        lent = [p for p in module.parameters() if p in resting and p.data.data_ptr() == resting[p].data_ptr()]
-        for parameter in lent:
-            parameter.data = held[parameter].to(dtype)
-        calls.append((module, lent))
+        asleep = [p for part in module.modules() for p in lent.of.get(part, ()) if lent.now.get(p) is resting.get(p, p)]
+        for parameter in asleep:
+            lent.put(parameter, parameter.detach().to(dtype))
+        calls.append((module, asleep))
 
     def end(module: nn.Module, _args: Any, _output: Any) -> None:
         while calls:
-            called, lent = calls.pop()
-            for parameter in lent:
-                parameter.data = resting[parameter]
+            called, awake = calls.pop()
+            for parameter in awake:
+                lent.put(parameter, resting[parameter])
             if called is module:
                 return
 
     try:
-        for parameter in outside:
-            if can_be_cast(parameter) and parameter.dtype != dtype and parameter not in held:
-                held[parameter] = parameter.data
-                parameter.data = parameter.data.to(dtype)
-        for parameter in itertools.chain.from_iterable(m.parameters(recurse=False) for m in inner):
-            if can_be_cast(parameter) and parameter.dtype != dtype and parameter not in held:
-                held[parameter] = parameter.data
-                nothing = torch.full((1,), torch.nan, dtype=dtype, device=parameter.device)
-                resting[parameter] = nothing.expand(parameter.shape)
-                parameter.data = resting[parameter]
+        inside = set(map(id, inner))
+        for module in model.modules():
+            for parameter in lent.of.get(module, ()):
+                if id(module) not in inside and parameter not in lent.now:
+                    lent.put(parameter, parameter.detach().to(dtype))
+        for module in inner:
+            for parameter in lent.of.get(module, ()):
+                if parameter not in lent.now:
+                    nothing = torch.full((1,), torch.nan, dtype=dtype, device=parameter.device)
+                    resting[parameter] = lent.put(parameter, nothing.expand(parameter.shape))
         for part in inner:  # before every other hook, so casts that follow the weights see the new dtype
             before(part, begin, first=True, key=key)
             after(part, end, key=key)
@@ -96,8 +95,43 @@ def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> 
     finally:
         for part in inner:
             drop(part, [key])
-        for parameter, data in held.items():
-            parameter.data = data
+        lent.restore()
+
+
+class _Lent:
+    """Other parameters in the places of a model's own ones.
+
+    They are set as attributes, because torch's recurrent layers keep a list of theirs that only this updates.
+
+    Attributes:
+        of: The parameters of each module that a run in another dtype replaces, as it found them.
+        now: What stands in the place of each parameter that is replaced.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.of: dict[nn.Module, list[nn.Parameter]] = {}
+        self.now: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in parameters_of(module).items():
+                if parameter is not None and can_be_cast(parameter) and parameter.dtype != dtype:
+                    self.of.setdefault(module, []).append(parameter)
+                    self._places.setdefault(parameter, []).append((module, name))
+
+    def put(self, parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+        """Set a value, of any dtype, in every place of a parameter; returns what stands there now."""
+        other = value if isinstance(value, nn.Parameter) else nn.Parameter(value, parameter.requires_grad)
+        self.now[parameter] = other
+        for module, name in self._places[parameter]:
+            setattr(module, name, other)
+        return other
+
+    def restore(self) -> None:
+        """Set every parameter in its places again."""
+        for parameter in self.now:
+            for module, name in self._places[parameter]:
+                setattr(module, name, parameter)
+        self.now.clear()
 
 
 @contextlib.contextmanager
