@@ -50,6 +50,8 @@ SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
+TRUE = {"fp16-parameters", "loss-like-a-guess", "zero-gradient"}
+"""Hazards that are true here: float16 without a loss scale, and random weights."""
 LOSS_SCALE = 4096.0
 """The gradients of the branches are float16: without it the smallest of them are 0."""
 
@@ -215,12 +217,12 @@ def one_process(setting: Setting) -> dict[str, Any]:
     """What this rank finds alone, on the whole batch: the reference, and the patched model's own figures."""
     ids, found = setting.ids, {}
     reference = setting.load(torch.float32)
-    peaks: list[float] = []
+    peaks: list[torch.Tensor] = []
     for layer in reference.model.layers:
-        layer.register_forward_hook(lambda _m, _a, out: peaks.append(float(first(out).abs().max())))
+        layer.register_forward_hook(lambda _m, _a, out: peaks.append(first(out).abs().amax((1, 2))))
     with torch.no_grad():
         logits = reference(input_ids=ids, use_cache=False).logits.float().cpu()
-    found["block"] = next(i for i, peak in enumerate(peaks) if peak > 65_504)
+    found["blocks"] = [next(i for i, peak in enumerate(row) if peak > 65_504) for row in torch.stack(peaks, 1).tolist()]
     del reference
     model = setting.load(torch.float16)
     hfpatch.apply(model, verbose=False)
@@ -245,15 +247,16 @@ def tried(way: Way, setting: Setting) -> dict[str, str]:
     def divergent() -> float:
         with torch.no_grad():
             logits = made["model"](input_ids=ids, use_cache=False).logits
-        if hasattr(made["model"], "reshard"):  # FSDP2 leaves the root's weights whole after a forward pass alone
-            made["model"].reshard()
+        for module in made["model"].modules():
+            if hasattr(module, "reshard"):  # FSDP2 leaves some weights whole after a forward pass alone
+                module.reshard()
         return divergence(logits, want)
 
     def apply() -> str:
         made["model"] = way.spread(setting, patch)
         made["weights"] = digests(made["model"])
         status = hfpatch.status(made["model"])
-        right = status.patches == ("fp16-residual-overflow",) and not status.lapsed
+        right = "fp16-residual-overflow" in status.patches and not status.lapsed
         return judged(right, f"{len(status.edits)} edits of {', '.join(status.patches)}, {len(status.lapsed)} lapsed")
 
     def run() -> str:
@@ -271,10 +274,7 @@ def tried(way: Way, setting: Setting) -> dict[str, str]:
 
     def check() -> str:
         found = hfpatch.check(made["model"], batch={"input_ids": ids, "labels": ids})
-        right = found.ids and set(found.ids) <= {
-            "fp16-parameters",
-            "loss-like-a-guess",
-        }  # true: random weights, float16
+        right = found.ids and set(found.ids) <= TRUE
         said = "" if found.measured else f"; {next(line for line in found.not_looked_at if 'rank' in line)}"
         return judged(bool(right), f"{', '.join(found.ids)}; {len(found.measured)} things measured{said}")
 
@@ -289,7 +289,9 @@ def tried(way: Way, setting: Setting) -> dict[str, str]:
             divergent()
         found = t.first_bad
         name = None if found is None else found.module
-        return judged(f"layers.{setting.one['block']}" in str(name), f"{name}, {found and found.operation}")
+        blocks = setting.one["blocks"]
+        block = blocks[setting.rank] if way.rows else min(blocks)
+        return judged(f"layers.{block}" in str(name), f"{name} ({block}), {found and found.operation}")
 
     steps = {f.__name__: f for f in (apply, run, verify, check, revert, trace, guard)}
     for name, step in steps.items():
@@ -314,7 +316,8 @@ def guarded(model: Any, ids: torch.Tensor, setting: Setting) -> str:
     """A good step, one in which the last rank's loss is NaN, and a good one, under a guard."""
     model.train()
     size = sum(p.numel() for p in model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3 * math.sqrt(size) / setting.one["norm"])  # 1e-3 an entry
+    rate = 1e-3 * math.sqrt(size) / setting.one["norm"]  # 1e-3 an entry
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)  # a tensor-parallel model mixes DTensors
     guard = hfpatch.Guard(model, optimizer, verbose=False, max_grad_norm=None, spike_at=None)
     said, kinds, norms = [], [], []
     for step in range(3):
@@ -362,7 +365,7 @@ def judged(right: bool, said: str) -> str:
 
 def shown(one: dict[str, Any]) -> str:
     """The figures of one process, as text."""
-    return f"KL {one['KL']:.1e}, norm {one['norm']:.5g}, the stream passes 65,504 in layer {one['block']}"
+    return f"KL {one['KL']:.1e}, norm {one['norm']:.5g}, the stream passes 65,504 in layers {one['blocks']}"
 
 
 if __name__ == "__main__":

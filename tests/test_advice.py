@@ -108,6 +108,7 @@ class TestWords:
         assert first.endswith("; stock alternatives: bfloat16 weights, or float32 weights under float16 autocast")
         assert second == "No other patch is known for this."
 
+    @pytest.mark.slow
     def test_of_an_architecture_that_it_does_not_serve(self) -> None:
         text = said("residual-overflow", tiny_model("zamba").half())
         assert "fp16-residual-overflow fixes this, but is refused here: it is not proved for zamba: " in text

@@ -74,6 +74,7 @@ def llava(vision: Any, **more: Any) -> Any:
 
 
 class TestCured:
+    @pytest.mark.thorough
     @pytest.mark.parametrize(
         ("architecture", "patch"),
         [
@@ -151,6 +152,7 @@ class TestCured:
         t = traced(model, input_ids=ids, features=torch.ones(2, 3, 24))
         assert (t.first_bad.module, t.advice) == ("llm.model.layers.1", (CURED,))
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize(
         ("vision", "more"),
         [
@@ -672,6 +674,7 @@ class TestInspect:
             "transformer.h: this stack needs no patch (on a tiny openai-gpt, each of the 16 layers of "
         )
 
+    @pytest.mark.slow
     def test_a_tower_is_said_first(self) -> None:
         tower, text, sound = hfpatch.inspect(tiny_model("gemma4")).float16
         why = "it does not cure a tiny gemma4_vision: "

@@ -62,6 +62,7 @@ LAYERS: dict[str, set[tuple[str, str, int, str]]] = {
 """By hand, from the classes and their configs."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", first_quick(LAYERS, every=3))
 def test_layers_of_every_kind(architecture: str) -> None:
     found: set[tuple[str, str, int, str]] = set()
@@ -76,6 +77,7 @@ def test_layers_of_every_kind(architecture: str) -> None:
     assert found == LAYERS[architecture]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "path", "count", "per_token", "router", "shared", "layers"),
     [
@@ -122,6 +124,7 @@ def test_fused_projections(architecture: str, parts: dict[str, Any]) -> None:
     assert wanted == parts
 
 
+@pytest.mark.slow
 def test_head_tied_to_the_embedding_of_the_decoder() -> None:
     (head,) = hfpatch.inspect(CONFIG_MAPPING["t5gemma2"]()).heads
     assert head.tied
@@ -137,6 +140,7 @@ def test_one_answer_from_config_live_and_directory(tmp_path: Path) -> None:
         assert answers[0] == answers[1] == answers[2], name
 
 
+@pytest.mark.slow
 def test_a_factor_in_a_method_or_under_a_root() -> None:
     (ctrl,) = hfpatch.inspect(CONFIG_MAPPING["ctrl"]()).embeddings
     assert (ctrl.scale, ctrl.scale_at) == (pytest.approx(1280**0.5), "model: d_model_size**0.5")
@@ -194,7 +198,7 @@ def test_a_part_of_a_config_that_is_not_there(tmp_path: Path) -> None:
 WANTED = {"llama": ("causal",), "nemotron": ("causal",), "t5": ("seq2seq",)}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_read_atlas_in_processes() -> None:
     seen: list[int] = []
     atlas = read_atlas(WANTED, progress=seen.append)
@@ -232,7 +236,7 @@ def test_a_process_that_dies_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r.facts is None and "the process that built it died" in r.reason for r in atlas.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_inspect_all_on_the_command_line(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "architectures", lambda: WANTED)
     ran: Ran = here("inspect", "--all", "--json")

@@ -232,6 +232,7 @@ def test_attention_that_computes_something_else_is_refused_by_name(tiny: Any) ->
     assert "does not run on its own (TypeError" in str(differs_from_eager(lambda: None, module, None))
 
 
+@pytest.mark.slow
 def test_what_the_plan_says(tiny: Any) -> None:
     decided = {
         (dtype, attn): {d.patch: d for d in hfpatch.plan(with_attention(tiny("llama").to(dtype), attn)).decisions}
@@ -546,6 +547,7 @@ def _seq2seq(name: str) -> Any:
     return EncoderDecoderModel(config=config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", first_quick(["t5", "bart", "whisper", "encoder-decoder"]))
 def test_every_config_of_an_encoder_decoder_goes_back(name: str) -> None:
     model = _seq2seq(name).half().eval()
@@ -602,6 +604,7 @@ def test_a_prefix_that_looks_both_ways_stays_so() -> None:
                 assert torch.allclose(model(**words).logits, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_that_carry_padding_on_are_not_patched_unasked() -> None:
     model = tiny_model("recurrent_gemma").half()
     found = {d.patch: d for d in hfpatch.plan(model).decisions}

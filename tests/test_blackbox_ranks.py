@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hfpatch.blackbox import Bundle, read
 from tests.test_guard_ranks import launch
 
@@ -35,6 +37,7 @@ def test_a_bad_loss_under_ddp(tmp_path: Path) -> None:
     assert bundles[1][-1].path in others.parent.glob(others.name)
 
 
+@pytest.mark.thorough
 def test_a_bad_gradient_under_ddp(tmp_path: Path) -> None:
     """Every rank's reduced gradients are NaN; only the run again without a reducer tells whose batch it was."""
     _, bundles = ran("ddp-gradient", tmp_path)
@@ -45,12 +48,14 @@ def test_a_bad_gradient_under_ddp(tmp_path: Path) -> None:
     assert "on another rank" in bundles[0][0].says
 
 
+@pytest.mark.thorough
 def test_layers_that_talk_to_other_ranks_are_not_run_again(tmp_path: Path) -> None:
     _, bundles = ran("ddp-talks", tmp_path)
     assert bundles[1]
     assert all("a layer communicates with other ranks" in b.says for b in bundles[1])
 
 
+@pytest.mark.thorough
 def test_sharded_parameters_are_not_run_again(tmp_path: Path) -> None:
     _, bundles = ran("fsdp-loss", tmp_path)
     assert all("sharded over ranks: running it again would wait for the others" in b.says for b in bundles[1])

@@ -170,6 +170,7 @@ def test_gradient_checkpointing_changes_nothing(architecture: str, reentrant: bo
     assert torch.equal(gradients(model, LOSS_SCALE), plain_gradients)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_compiled(architecture: str) -> None:
     model = half(architecture)
@@ -184,6 +185,7 @@ def test_compiled(architecture: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", first_quick(["eager", "batched_mm", "grouped_mm"]))
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
 def test_experts_in_each_implementation(architecture: str, way: str) -> None:

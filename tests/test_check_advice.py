@@ -36,6 +36,7 @@ def real(model: Any, batch: dict[str, Any]) -> list[str]:
     return [n for n, p in twin.named_parameters() if p.requires_grad and p.grad is None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["kosmos-2", "blip"])
 def test_no_advice_that_crashes(architecture: str) -> None:
     """`enable_input_require_grads()` is the usual advice; there it raises, since forward writes in place."""
@@ -110,6 +111,7 @@ def test_a_write_into_an_embedding(architecture: str, tensor: str, embedding: st
     assert not real(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["git", "udop"])
 def test_a_write_into_an_embedding_under_checkpointing(architecture: str) -> None:
     """In a model of text, transformers sets the hook itself when checkpointing is turned on."""

@@ -178,6 +178,7 @@ def test_verify_fails_with_exit_1(tmp_path: Path) -> None:
     assert "0.5" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_broken_file_of_a_package_is_named_where_it_is_asked_for(tmp_path: Path, checkpoint: Path) -> None:
     path = offered(tmp_path, "broken-one", "PATCH = (\n")
     done = process("list", PYTHONPATH=path)

@@ -215,6 +215,7 @@ class TestLife:
             fix.revert()
             assert torch.allclose(compiled(X), stock, atol=2e-6)
 
+    @pytest.mark.thorough
     def test_a_pickle_in_a_new_process(self, tmp_path: Path) -> None:
         model = COMPOSITES["torch-encoder"](tiny_model("llama"))
         ids = torch.arange(6)[None]

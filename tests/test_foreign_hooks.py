@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from hfpatch.lab.tiny import tiny_model
@@ -17,6 +18,7 @@ from tests import foreign_hooks
 from tests.test_guard_ranks import ROOT
 
 
+@pytest.mark.thorough
 def test_hooks_of_a_loaded_model_are_there_and_called_as_before(tmp_path: Path) -> None:
     model = tiny_model("llama")
     foreign_hooks.hook(model)

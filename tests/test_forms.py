@@ -92,6 +92,7 @@ def pair(architecture: str) -> tuple[Any, Any, Batch]:
     return stock, patched, {**batch, "decoder_input_ids": ids} if stock.config.is_encoder_decoder else batch
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", first_quick(TORCH_NORMS))
 @pytest.mark.parametrize("form", [fake, meta])
 def test_forms_without_values(form: Any, architecture: str) -> None:

@@ -78,6 +78,7 @@ def test_the_stream_is_float32_and_nothing_else(gemma: Any, ids: torch.Tensor) -
     assert out[1].layers[0].keys.dtype == torch.float16
 
 
+@pytest.mark.slow
 def test_inside_a_vision_language_model(tiny: Any, ids: torch.Tensor) -> None:
     model = tiny("gemma3")
     rescale(model, {}, OVERFLOWING)

@@ -86,6 +86,7 @@ def test_a_trainer_tells_of_a_ruin_in_its_last_step(tmp_path: Path) -> None:
     assert untouched(made)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_all_ranks_stop_for_a_ruin_and_go_on_alike(mode: str, tmp_path: Path) -> None:
     for found in launch(f"ruin-{mode}", 2, tmp_path):
@@ -93,6 +94,7 @@ def test_all_ranks_stop_for_a_ruin_and_go_on_alike(mode: str, tmp_path: Path) ->
         assert found["after"] == "stepped"
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_trainer_do_not_save_ruined_weights(tmp_path: Path) -> None:
     assert [f["stop"] for f in launch("trainer-ruin", 2, tmp_path)] == [True, True]
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1"]

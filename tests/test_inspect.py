@@ -150,6 +150,7 @@ EPS: dict[str, dict[str, tuple[str, float | None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_config", [False, True], ids=["live", "config"])
 @pytest.mark.parametrize("case", EPS)
 def test_eps_sources_of_case_13(case: str, from_config: bool) -> None:
@@ -223,6 +224,7 @@ EMBEDDINGS: dict[str, tuple[str, str, float | None, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_config", [False, True], ids=["live", "config"])
 @pytest.mark.parametrize("case", EMBEDDINGS)
 def test_embeddings_of_case_12(case: str, from_config: bool) -> None:
@@ -357,6 +359,7 @@ def test_hazards_of_float16() -> None:
     assert not any("residual" in h for h in hfpatch.inspect(mixed).hazards)
 
 
+@pytest.mark.slow
 def test_hazard_of_modules_kept_in_float32() -> None:
     model: Any = live("t5").half()
     kept = "although T5ForConditionalGeneration keeps them in float32 (such as encoder.block.0."
@@ -468,6 +471,7 @@ def state(value: Any) -> Any:
     return {k: state(v) for k, v in vars(value).items()} if isinstance(value, PreTrainedConfig) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gemma3", "deepseek_v3"])
 def test_nothing_is_changed(case: str) -> None:
     config = config_of(case)
@@ -518,6 +522,7 @@ def test_to_dict_has_stable_keys_and_is_json() -> None:
     assert all(isinstance(h, str) for h in found["hazards"])
 
 
+@pytest.mark.slow
 def test_prints_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for info in (everything(), hfpatch.inspect(config_of("mllama")), hfpatch.inspect(nn.Linear(1, 1))):

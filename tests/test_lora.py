@@ -605,6 +605,7 @@ def test_what_chooses_is_no_target(name: str, task: str | None, words: str) -> N
     assert adapted(injected(model, **targets.kwargs())) == expected(targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "task", "stacks"),
     [

@@ -140,6 +140,7 @@ def test_in_every_wrapper_as_the_other_hooks(place: tuple[str, str, str]) -> Non
     assert cell.outcome == matrix.documented()["hook", *place[1:]] != "FAILS", cell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(1, 8))
 def test_interrupted_at_every_seventh_line(first: int) -> None:
     ran = list(interrupts.trials(KIND, every=7, first=first))
@@ -235,6 +236,7 @@ class TestPickles:
         hfpatch.revert(model)
         assert fingerprint(model) == before
 
+    @pytest.mark.thorough
     def test_a_new_process_with_and_without_the_module(self, tiny: Any, ids: torch.Tensor, tmp_path: Path) -> None:
         (tmp_path / "with").mkdir()
         module = tmp_path / "with" / "my_functions.py"

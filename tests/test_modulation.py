@@ -605,6 +605,7 @@ def test_a_wrapped_decoder_layer_is_judged_without_running_the_layer() -> None:
     assert [e.path for e in hfpatch.plan(model, only=ID).edits] == ["layer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("low", "high"),
     [

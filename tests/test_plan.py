@@ -224,6 +224,7 @@ def test_another_model_of_the_class_and_config_does_not_change(tiny: Any, ids: t
     assert fingerprint(other) == before
 
 
+@pytest.mark.slow
 def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(gemma: Any, monkeypatch: Any) -> None:
     norm = type(gemma.model.norm)
 
@@ -240,6 +241,7 @@ def test_a_changed_body_that_the_repro_survives_is_applied_with_a_warning(gemma:
     assert "Gemma3RMSNorm.forward, changed since the shipped proofs" in found.reason
 
 
+@pytest.mark.slow
 def test_a_changed_body_that_the_repro_does_not_survive_is_refused(gemma: Any, monkeypatch: Any) -> None:
     norm = type(gemma.model.norm)
 

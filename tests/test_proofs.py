@@ -169,6 +169,7 @@ class TestOnDemand:
         assert found.decided == "applied"
         assert "proved" not in found.reason
 
+    @pytest.mark.slow
     def test_what_could_not_be_made_to_fail_is_applied_and_said(self, cache: Path) -> None:
         found = decision(hfpatch.plan(self.bloom(apply_residual_connection_post_layernorm=True), only=STREAM), STREAM)
         assert found.decided == "applied"
@@ -199,6 +200,7 @@ class TestOnDemand:
             assert decision(hfpatch.plan(model, only=STREAM), STREAM).decided == "applied"
         assert kept.read_text() == whole
 
+    @pytest.mark.slow
     def test_a_cache_that_cannot_be_written_is_said_once(self, cache: Path, recwarn: pytest.WarningsRecorder) -> None:
         cache.write_text("a file where the folder should be")
         shelf._say_once.cache_clear()
@@ -229,6 +231,7 @@ class TestOnDemand:
         assert (found.decided, found.code) == ("refused", "not-cured")
         assert "does not cure a tiny reformer" in found.reason
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("architecture", ["bert", "bart", "xlnet", "openai-gpt"])
     def test_layers_that_normalise_every_sum_need_nothing(self, architecture: str, cache: Path) -> None:
         made = hfpatch.plan(tiny_model(architecture).half())
@@ -246,6 +249,7 @@ class TestOnDemand:
         hfpatch.plan(tiny_model("gpt_neox", use_parallel_residual=False).half())
         assert torch.equal(torch.get_rng_state(), before)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("context", [lambda: torch.device("meta"), torch.inference_mode, torch.no_grad])
     def test_the_callers_contexts_do_not_change_a_proof(self, context: Any, cache: Path) -> None:
         model = tiny_model("gpt_neox", use_parallel_residual=False).half()
@@ -288,6 +292,7 @@ class TestOnDemand:
 
 
 class TestCacheFolder:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("place", ["file", "file/below", "none"])
     def test_a_home_that_cannot_be_used_stops_no_plan(self, place: str, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
@@ -317,6 +322,7 @@ class TestReplacedForwards:
         found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
         return found.decided, found.reason
 
+    @pytest.mark.slow
     def test_a_wrapper_is_part_of_the_body(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         was = LlamaDecoderLayer.forward
 
@@ -328,6 +334,7 @@ class TestReplacedForwards:
         assert decided == "refused"
         assert "LlamaDecoderLayer.forward, changed since the shipped proofs" in reason
 
+    @pytest.mark.slow
     def test_functions_without_source_are_told_apart(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = "def forward(self, *args, **words): return was(self, *args, **words)"
         made: list[dict[str, Any]] = [{"was": LlamaDecoderLayer.forward} for _ in range(2)]
@@ -374,6 +381,7 @@ class TestProve:
         assert proof.outcome == "not cured"
         assert "on healthy weights its logits are" in proof.text
 
+    @pytest.mark.slow
     def test_an_encoder_and_a_decoder_of_one_architecture(self) -> None:
         proof = prove(registry.get(STREAM), "t5_gemma_module")
         assert proof is not None
@@ -396,7 +404,7 @@ class TestProve:
         assert other is not None
         assert (other.outcome, "1 of the forwards" in other.text) == ("untried", True)
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     @pytest.mark.parametrize("entry", WITH_PROOFS, ids=lambda e: e.id)
     def test_some_of_the_file_are_proved_again(self, entry: registry.Entry) -> None:
         """The suite of every architecture tries the others."""

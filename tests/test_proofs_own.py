@@ -38,7 +38,7 @@ def test_it_is_refused_unless_asked_and_the_refusal_says_how() -> None:
     assert 'prove="own" tries it on a tiny model of your class' in found.reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("asked", [{"prove": "own"}, {"only": STREAM}, {"include": [STREAM]}])
 def test_asked_for_it_is_proved_and_applied(asked: dict[str, Any]) -> None:
     model = made(own_models.Scaled)
@@ -49,7 +49,7 @@ def test_asked_for_it_is_proved_and_applied(asked: dict[str, Any]) -> None:
     fix.revert()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_not_cured_is_refused_with_what_was_seen() -> None:
     found = decision(hfpatch.plan(made(own_models.Raw), prove="own"), STREAM)
     assert (found.decided, found.code) == ("refused", "not-cured")
@@ -58,7 +58,7 @@ def test_what_is_not_cured_is_refused_with_what_was_seen() -> None:
         hfpatch.apply(made(own_models.Raw), only=STREAM, verbose=False)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cls", "why"),
     [(own_models.Hangs, "did not finish in 20 s"), (own_models.Exits, "the other process ended with 3")],
@@ -77,7 +77,7 @@ def test_what_a_class_prints_is_no_answer_and_its_processes_end(monkeypatch: pyt
     assert "proved here, on a tiny Talks" in found.reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_type_that_was_registered_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {"scaled_llama": own_models.ScaledConfig})
     found = decision(hfpatch.plan(made(own_models.Stock)), STREAM)
@@ -101,7 +101,7 @@ def test_without_process_groups_it_is_not_tried(monkeypatch: pytest.MonkeyPatch)
     assert "on this system another process cannot be stopped with its children" in found.reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_another_config_is_another_proof() -> None:
     for scale in (1.0, 0.5):
         model = made(own_models.Scaled)

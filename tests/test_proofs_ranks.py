@@ -11,6 +11,7 @@ from tests.test_guard_ranks import launch
 PROVED = "applied: the residual stream is float16: it cannot hold more than 65,504; proved here, on a tiny gpt_neox"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("planning", "running"),
     [

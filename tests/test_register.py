@@ -132,6 +132,7 @@ def test_after_unregister_the_model_still_has_it(tiny: Any) -> None:
     assert fingerprint(model) == before
 
 
+@pytest.mark.thorough
 def test_a_model_in_another_process_can_be_asked_and_reverted(tiny: Any, tmp_path: Path) -> None:
     model = tiny("llama")
     stock = {name: value.clone() for name, value in model.state_dict().items()}

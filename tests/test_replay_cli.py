@@ -85,6 +85,7 @@ def test_the_recorded_fault_is_reproduced(overflowing: tuple[Path, Path]) -> Non
     assert text.endswith(APPLY)
 
 
+@pytest.mark.slow
 def test_json(overflowing: tuple[Path, Path], replay: Replay) -> None:
     model, bundle = overflowing
     found = replay(bundle, model, "--json", code=1).figures

@@ -97,6 +97,7 @@ def test_copies_revert_alone() -> None:
     fix.revert()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
 def test_an_interruption_is_cleaned_by_the_next_revert(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are multiplied in place, one after the other."""

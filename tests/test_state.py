@@ -562,6 +562,7 @@ def test_a_patched_model_in_a_new_process(gemma: Any, ids: torch.Tensor, tmp_pat
     assert set(found["patches"]) == {d.patch for d in fix.plan.of("applied")}
 
 
+@pytest.mark.thorough
 def test_a_modulated_model_in_a_new_process(tiny: Any, ids: torch.Tensor, tmp_path: Path) -> None:
     model = COMPOSITES["modulated"](tiny("llama")).eval()
     fix = hfpatch.apply(model, verbose=False)

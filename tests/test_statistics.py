@@ -130,6 +130,7 @@ def test_a_large_tensor_on_a_cpu_is_sampled_evenly() -> None:
     assert (row[7], row[8]) == (float(x.min()), float(x.max()))
 
 
+@pytest.mark.slow
 @CUDA
 def test_a_large_tensor_on_a_gpu() -> None:
     """Zeros and what vanishes are counted in every eighth block, all else in all."""

@@ -53,6 +53,7 @@ def hooks(model: nn.Module) -> list[tuple[str, str, int]]:
     return [(path, name, len(getattr(m, name))) for path, m in model.named_modules() for name in HOOKS]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_apply_and_revert_from_two_threads(wrapped: bool) -> None:

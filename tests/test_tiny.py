@@ -51,6 +51,7 @@ def trained(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_tiny_and_a_step_is_finite(kind: str) -> None:
     architecture, read = KINDS[kind]

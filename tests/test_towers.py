@@ -137,6 +137,7 @@ def captioner(ids: torch.Tensor) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
     return *spoiled(Captioner(), batch, "clip_vision_model"), batch
 
 
+@pytest.mark.slow
 def test_a_tower_in_a_hand_written_model(captioner: Any, ids: torch.Tensor) -> None:
     """The projector reads CLIP's raw stream; a batch without images runs as before."""
     model, exact, batch = captioner
@@ -265,6 +266,7 @@ def test_a_weight_of_a_quantisers_tensor_class_is_refused_by_name(patch: str, ar
     assert f"{name}.weight is quantised (tests's Coded) and cannot be computed with in float32" in found.reason
 
 
+@pytest.mark.slow
 def test_a_tower_that_is_float32_or_harmless_has_a_row_that_says_so() -> None:
     model = tiny_model("blip-2").half()
     rows = {d.submodel: (d.decided, d.code) for d in hfpatch.plan(model, only=STREAM).decisions}
@@ -275,6 +277,7 @@ def test_a_tower_that_is_float32_or_harmless_has_a_row_that_says_so() -> None:
     assert "vision_model" not in rows
 
 
+@pytest.mark.slow
 def test_a_named_patch_is_refused_for_a_tower_alone_however_often_it_is_applied() -> None:
     """Where it is proved it is applied, and stays applied; the tower that it is not proved for is named."""
     model = tiny_model("fun_asr_nano").half()
@@ -294,6 +297,7 @@ def test_a_named_patch_is_refused_for_a_tower_alone_however_often_it_is_applied(
         fix(model.model.audio_tower)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     ["olmo2", "gemma4_text", "megatron-bert", "mamba", "dbrx"],

@@ -125,6 +125,7 @@ def test_a_healthy_one(healthy: Path, overflowing: Path, trace: Trace) -> None:
     assert "Nothing went wrong." in trace(overflowing).text
 
 
+@pytest.mark.slow
 def test_json(overflowing: Path, healthy: Path, trace: Trace) -> None:
     keys = {"model", "run", "checkpoint", "findings", "intentional", "advice", "patches"}
     shown = trace(overflowing, "--dtype", "fp16", "--tokens", "24", "--backward", "--json", code=1).figures
@@ -169,6 +170,7 @@ def test_text(healthy: Path, tmp_path: Path, trace: Trace, monkeypatch: pytest.M
     assert "9 tokens of stdin" in trace(healthy, "--text", "-").text
 
 
+@pytest.mark.slow
 def test_a_loss_scale(healthy: Path, trace: Trace) -> None:
     ran = trace(healthy, "--dtype", "float16", "--backward", "--loss-scale", "1e6", "--json", code=1)
     assert ran.figures["run"]["loss_scale"] == 1e6
@@ -365,7 +367,7 @@ def test_bad_options_are_told_before_torch_is_imported(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[-1] == ("0" if words == ["--help"] else "2")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_bar_is_shown_in_a_terminal(overflowing: Path) -> None:
     """stderr is a terminal: the bar is there, and what stdout says is the same."""
     ours, theirs = pty.openpty()

@@ -29,6 +29,7 @@ def test_sharded(tmp_path: Path) -> None:
     assert found["tensor"] == "output of layers.0.1"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["ddp-last"])
 def test_on_one_rank_only(mode: str, tmp_path: Path) -> None:
     first, last = launch(mode, 2, tmp_path, "trace_worker.py")
@@ -36,6 +37,7 @@ def test_on_one_rank_only(mode: str, tmp_path: Path) -> None:
     assert last["found"]["operation"] == "power"
 
 
+@pytest.mark.thorough
 def test_advice_is_tried_by_one_rank_alone(tmp_path: Path) -> None:
     """The model inside DDP is run again, so the rank that traces waits for no other."""
     _, last = launch("ddp-overflow-last", 2, tmp_path, "trace_worker.py")

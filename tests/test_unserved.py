@@ -22,6 +22,7 @@ def rows(model: nn.Module, **words: Any) -> list[tuple[str, str, str, bool]]:
     return [(r.path, r.cls, r.architecture, r.refused) for r in unserved(Survey(model), **words)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "path", "cls", "tower"),
     [("emu3", "model.vqmodel.encoder.down_block.down.*.block", "Emu3VQVAEResnetBlock", "emu3_vqgan")],
@@ -43,6 +44,7 @@ def test_a_float16_tower_is_named_and_what_is_served_is_not(architecture: str, p
     assert (path, cls, tower, False) in rows(model, compute_dtype=torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", ["llama", "gpt2", "t5", "whisper", "qwen3_next", "mixtral", "llava", "qwen2_audio"]
 )

@@ -498,6 +498,7 @@ def test_batch_norms_run_in_float32(ids: torch.Tensor) -> None:
     assert all(r.finite and r.kl < 1e-4 for r in proof.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["parallel", "compiled"])
 def test_wrapped_models(wrap: str, ids: torch.Tensor) -> None:
     inner = tiny_model("llama").half()

@@ -72,8 +72,8 @@ def check(
     if gathered := _gathered(model, parameters):
         raise InputError(
             f"guard: {type(optimizer).__name__} holds {len(gathered)} parameters as FSDP2 gathered them for a forward "
-            f"pass (first: {gathered[0]}), so its steps would not reach the shards; call model.reshard() before the "
-            "optimizer is created"
+            f"pass (first: {gathered[0]}), so its steps would not reach the shards; create the optimizer before "
+            "that pass, or after reshard() of each sharded module"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
