@@ -21,6 +21,7 @@ from .guarding.helpers import gradient_report as gradient_report
 from .guarding.helpers import validate_loss as validate_loss
 from .guarding.outcome import Outcome as Outcome
 from .inspecting.info import ModelInfo as ModelInfo
+from .loaded import load as load
 from .lora.config import lora_config as lora_config
 from .lora.targets import LoraTargets as LoraTargets
 from .lora.targets import lora_targets as lora_targets

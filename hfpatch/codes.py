@@ -34,6 +34,7 @@ DecisionCode = Literal[
     "another-package",
     "needs-another",
     "patch-raised",
+    "replayed",
 ]
 
 DECISIONS: dict[DecisionCode, str] = {
@@ -58,6 +59,7 @@ DECISIONS: dict[DecisionCode, str] = {
     "another-package": "it can be applied here, but comes from an installed package, so only by name",
     "needs-another": "another patch that this one needs is neither applied nor in force",
     "patch-raised": "the patch of an installed package cannot be imported, or its code raised an error",
+    "replayed": "a manifest beside the checkpoint says so",
 }
 """Code -> what it means."""
 

@@ -92,6 +92,10 @@ def stepped(**kwargs: Any) -> Any:
     return hfpatch.Guard(model(), optimizer(), verbose=False).step(**{"loss": some_loss(), **kwargs})
 
 
+def saved(**kwargs: Any) -> Any:
+    return hfpatch.apply(model(), verbose=False).save(**kwargs)
+
+
 def some_loss() -> torch.Tensor:
     return next(model().parameters()).sum()
 
@@ -111,8 +115,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tup
     "apply": (
         hfpatch.apply,
         lambda: {"model": model(), "verbose": False},
-        ("model", "verbose", "only", "include", "exclude", "added_modules", "compute_dtype", "options", "trust"),
+        (
+            "model", "verbose", "only", "include", "exclude", "added_modules", "compute_dtype", "options", "trust",
+            "manifest",
+        ),
     ),
+    "load": (hfpatch.load, lambda: {"directory": "nowhere"}, ("directory", "device", "trust", "verbose")),
+    "Applied.save": (saved, dict, ("directory",)),
     "register": (hfpatch.register, lambda: {"patch": registry.get("eps-alignment").patch}, ("patch", "id")),
     "unregister": (hfpatch.unregister, dict, ("id",)),
     "status": (hfpatch.status, lambda: {"model": model()}, ("model", "compare")),

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 import hfpatch
 from hfpatch.lab.branch_overflow import branch_overflow
 from hfpatch.lab.tiny import tiny_model
-from hfpatch.patching.verifying import kept_need
 from hfpatch.patching.verifying.kept_need import FILE
 from hfpatch.patching.verifying.same_weights import difference, weights_seen
+from hfpatch.patching.verifying.sealed import checksum
 from tests.fingerprint import fingerprint
 from tests.test_branch_overflow import BATCH, of
 from tests.test_cli import hfpatch as hfpatch_cli
@@ -187,7 +187,7 @@ def edited(raw: bytes, at: str, value: Any) -> bytes:
     for name in outer:
         held = held[name]
     held[last] = value
-    content["checksum"] = kept_need._checksum(content["measured"])
+    content["checksum"] = checksum(content["measured"])
     return json.dumps(content).encode()
 
 
@@ -251,7 +251,7 @@ class TestBadFiles:
         real = os.open
 
         def refused(path: Any, flags: int, *rest: int) -> int:
-            if flags & os.O_CREAT:
+            if flags & os.O_WRONLY:
                 raise PermissionError(13, "Permission denied")
             return real(path, flags, *rest)
 

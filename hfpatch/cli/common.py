@@ -18,6 +18,8 @@ from hfpatch.report.sheet import say
 if TYPE_CHECKING:
     import torch
 
+    from hfpatch.patching.manifest.file import Manifest
+
 Model = Annotated[str, typer.Argument(help="A hub name, a local directory, or a config.json.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ComputeDtype = Annotated[str | None, typer.Option(help="Plan for this dtype, e.g. float16.")]
@@ -35,6 +37,23 @@ def show(thing: Any, as_json: bool) -> None:
 def show_json(figures: dict[str, Any]) -> None:
     """Print figures as indented JSON."""
     print(json.dumps(figures, indent=2))
+
+
+def manifest_beside(name: str) -> Manifest | None:
+    """Return the manifest beside a checkpoint: in its directory, or in the local hub cache; None if there is none.
+
+    Raises:
+        InputError: It cannot be used.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    from hfpatch.patching.manifest.file import FILE, read
+
+    path = Path(name).expanduser()
+    if path.exists():
+        return read(path if path.is_dir() else path.parent)
+    cached = try_to_load_from_cache(name, FILE) if name.count("/") == 1 else None
+    return read(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def broken_patch_files() -> bool:

@@ -12,6 +12,7 @@ from hfpatch.cli.common import (
     Json,
     TrustRemoteCode,
     broken_patch_files,
+    manifest_beside,
     quiet_transformers,
     show,
 )
@@ -21,27 +22,31 @@ from hfpatch.report import Shown
 if TYPE_CHECKING:
     from hfpatch.inspecting.info import ModelInfo
     from hfpatch.patching.apply import Plan
+    from hfpatch.patching.manifest.file import Manifest
     from hfpatch.report import Sheet
 
 
 @dataclass(frozen=True, repr=False)
 class Inspected(Shown):
-    """Facts about a model, and what would be patched in it."""
+    """Facts about a model, what would be patched in it, and the manifest beside it."""
 
     info: ModelInfo
     plan: Plan
+    manifest: Manifest | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts, and `plan`."""
-        return {**self.info.to_dict(), "plan": self.plan.to_dict()}
+        """Return the facts, `plan` and `manifest`."""
+        manifest = None if self.manifest is None else self.manifest.to_dict()
+        return {**self.info.to_dict(), "plan": self.plan.to_dict(), "manifest": manifest}
 
     def sheet(self) -> Sheet:
         """Return the first table of the facts."""
         return self.info.sheet()
 
     def sheets(self) -> tuple[Sheet, ...]:
-        """Return all tables of the facts, and the plan."""
-        return (*self.info.sheets(), self.plan.sheet())
+        """Return all tables of the facts, the plan, and the manifest."""
+        beside = () if self.manifest is None else self.manifest.sheets()
+        return (*self.info.sheets(), self.plan.sheet(), *beside)
 
 
 def inspect(
@@ -57,7 +62,8 @@ def inspect(
 ) -> None:
     """Show architecture, submodels, embedding, norms and their eps, attention, hazards, and the plan of patches.
 
-    JSON: the keys of `ModelInfo.to_dict()`, and `plan` as `hfpatch plan --json` prints it. With `--all`:
+    JSON: the keys of `ModelInfo.to_dict()`, `plan` as `hfpatch plan --json` prints it, and `manifest`: what
+    `hfpatch.json` beside the weights says, or null. With `--all`:
     `{"versions": {package: version}, "architectures": {name: facts, or "reason" if its default does not build}}`.
     """
     if every:
@@ -74,7 +80,8 @@ def inspect(
     from hfpatch.patching.apply import plan
 
     built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
-    show(Inspected(look(built), plan(built, compute_dtype=compute_dtype)), json)
+    beside = manifest_beside(model)
+    show(Inspected(look(built), plan(built, compute_dtype=compute_dtype), beside), json)
 
 
 def _show_all(json: bool) -> None:

@@ -13,6 +13,7 @@ from hfpatch.cli.common import (
     Model,
     TrustRemoteCode,
     broken_patch_files,
+    manifest_beside,
     quiet_transformers,
     read_text,
     show,
@@ -67,7 +68,11 @@ def plan(
     )
     if save:
         print(f"hfpatch: kept in {made.keep()}: later plans of these weights decide with it", file=sys.stderr)
+    beside = manifest_beside(model)
     show(made, json)
+    if beside is not None:
+        again = ", ".join(beside.again) or "no patch"
+        print(f"hfpatch: a manifest lies beside the weights; hfpatch.load(DIR) applies {again} again", file=sys.stderr)
 
 
 def _built(name: str, text: str | None, tokens: int, *, trust_remote_code: bool) -> tuple[nn.Module, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hfpatch.given import PATH, want
 from hfpatch.patching.arguments import Names
 from hfpatch.patching.decision import Decisions, sheet
 from hfpatch.patching.edits import Edit
@@ -65,6 +68,32 @@ class Applied(Shown):
         """
         with one_at_a_time():
             undo_all(self.model, logged(self.model, self.id))
+
+    def save(self, directory: str | PathLike[str]) -> Path:
+        """Write `hfpatch.json` beside a saved checkpoint: what whoever loads it has to apply again, to be replayed.
+
+        `hfpatch.load(directory)` or `hfpatch.apply(model, manifest=directory)` replays it, on this model only. It names
+        every patch that the model carries, those of other applications too, their options and edits, the releases that
+        run here, and what tells the model from others; no path and no value of the machine. The tensors that a patch
+        set, as they are and as they were, go into `hfpatch-tensors/` beside it. Save the model first.
+
+        Atomic: a reader, also after a SIGKILL, sees the manifest before or this one.
+
+        Args:
+            directory: The directory of the checkpoint.
+
+        Returns:
+            The path of `hfpatch.json`.
+
+        Raises:
+            InputError: There is no such directory or it cannot be written, no patch is applied, an edit is no longer in
+                force, a tensor is sharded or quantised, or a patch's own function cannot be told from others.
+        """
+        want("applied.save", directory=(directory, PATH))
+        from hfpatch.patching.manifest.saving import save
+
+        with one_at_a_time():
+            return save(self.model, self.plan, Path(directory))
 
     def verify(self, batch: Mapping[str, Any], *, runs: Names = None) -> Proof:
         """Run this model on a batch, without and with the patches, and compare with float32 with the same weights.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hfpatch.errors import InputError, RefusedError, StalePlanError
-from hfpatch.given import FLAG, want
+from hfpatch.given import FLAG, PATH, optional, want
 from hfpatch.model.walk import root_module
 from hfpatch.patching.announce import announcement
 from hfpatch.patching.applied import Applied
@@ -21,7 +22,7 @@ from hfpatch.patching.writing import carry_out
 from hfpatch.report import say
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from os import PathLike
 
     import torch
     from torch import nn
@@ -175,6 +176,7 @@ def apply(
     trust: Names = None,
     prove: Literal["own"] | None = None,
     batch: Mapping[str, Any] | None = None,
+    manifest: str | PathLike[str] | None = None,
 ) -> Applied:
     """Patch a loaded model in place.
 
@@ -194,29 +196,36 @@ def apply(
         trust: As for `hfpatch.plan`.
         prove: As for `hfpatch.plan`.
         batch: As for `hfpatch.plan`.
+        manifest: A directory in which `applied.save` wrote `hfpatch.json`. What it says is replayed instead of decided:
+            on the model of the checkpoint beside it, or on the model as it was before the patches, and on no other. It
+            may be combined with `verbose` and `trust` only. An edit that is in force already is left as it is.
 
     Returns:
-        A handle: `.plan`, `.edits`, `.verify(batch)`, `.revert()`; also a context manager.
+        A handle: `.plan`, `.edits`, `.verify(batch)`, `.save(directory)`, `.revert()`; also a context manager.
 
     Raises:
+        InputError: The manifest is missing, damaged, edited, or of a later schema; nothing was changed.
+        RefusedError: The manifest is of another model or other code, names a patch that is not registered here, or an
+            edit that cannot be made; nothing was changed.
         ApplyError: An edit failed; the edits before it were undone.
         RefusedError: A patch that `only` names by its id is refused; nothing was changed.
         HfpatchError: As for `hfpatch.plan`; nothing was changed.
     """
-    want("apply", verbose=(verbose, FLAG))
+    want("apply", verbose=(verbose, FLAG), manifest=(manifest, optional(PATH)))
+    arguments: dict[str, Any] = {
+        "only": only,
+        "include": include,
+        "exclude": exclude,
+        "added_modules": added_modules,
+        "compute_dtype": compute_dtype,
+        "options": options,
+        "prove": prove,
+        "batch": batch,
+    }
     with one_at_a_time():
-        made = plan(
-            model,
-            only=only,
-            include=include,
-            exclude=exclude,
-            added_modules=added_modules,
-            compute_dtype=compute_dtype,
-            options=options,
-            trust=trust,
-            prove=prove,
-            batch=batch,
-        )
+        if manifest is not None:
+            return _replayed(model, Path(manifest), trust, arguments, verbose=verbose)
+        made = plan(model, trust=trust, **arguments)
         return _applied(made, root_module(model), only, verbose=verbose)
 
 
@@ -225,6 +234,19 @@ def _applied(made: Plan, root: nn.Module, only: Names, *, verbose: bool) -> Appl
     applied = Applied(root, made, carry_out(root, made))
     if verbose:
         say(announcement(applied.plan))
+    return applied
+
+
+def _replayed(model: object, folder: Path, trust: Names, others: Mapping[str, Any], *, verbose: bool) -> Applied:
+    if given := [name for name, value in others.items() if value is not None]:
+        raise InputError(
+            f"apply: manifest= replays what was saved, and {given[0]}= decides anew: leave one of them out"
+        )
+    from hfpatch.patching.manifest.replaying import replay
+
+    applied, notes = replay(model, folder, names(trust, "trust= takes names of installed packages"))
+    if verbose:
+        say([*announcement(applied.plan), *(f"hfpatch: {note}" for note in notes)])
     return applied
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.codes import DECISIONS, DecisionCode
 from hfpatch.patching.edits import Edit
+from hfpatch.patching.kinds.base import PLACES, InCheckpoint
 from hfpatch.patching.kinds.states import ABSENT, show
 from hfpatch.patching.language import Decided, Effect
 from hfpatch.report import Sheet, Shown
@@ -39,6 +40,7 @@ class Decision:
         otherwise: A sentence about an edit in force that would get another value now; empty if there is none.
         origin: Package and version that the patch comes from, or `registered by hand`; empty for hfpatch's own.
         code: The reason for scripts: a key of `hfpatch.codes.DECISIONS`.
+        options: The options of the patch that the caller set.
     """
 
     patch: str
@@ -56,6 +58,7 @@ class Decision:
     otherwise: str = ""
     origin: str = ""
     code: DecisionCode = field(kw_only=True)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.code not in DECISIONS:
@@ -167,7 +170,7 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
         rows.append((f"{d.patch}\n{d.origin}".strip(), d.decided, d.effect or "-", text))
     others = ", ".join(dict.fromkeys(d.patch for d in idle if d.patch not in {s.patch for s in shown}))
     nothing = [f"nothing to do here for {others}; only= (--only) shows why"] if others else []
-    notes = (*lapsed, *nothing, *plan.unknown)
+    notes = (*lapsed, *nothing, *plan.unknown, *_in_checkpoint(plan))
     return Sheet(
         title,
         ("patch", "decision", "effect", "what changes, and why"),
@@ -175,6 +178,18 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
         notes,
         wide=("what changes, and why",),
     )
+
+
+def _in_checkpoint(plan: Decisions) -> list[str]:
+    """Return sentences on what a checkpoint of the patched model lacks, and what it has."""
+    places: dict[InCheckpoint, dict[str, None]] = {}
+    for decision in plan.of("applied"):
+        for edit in decision.edits:
+            places.setdefault(edit.change.in_checkpoint, {})[decision.patch] = None
+    lines = [f"{', '.join(patches)}: {PLACES[place]}" for place, patches in places.items()]
+    if "nowhere" in places:
+        lines.append("applied.save(dir) writes a manifest beside the checkpoint, and hfpatch.load(dir) applies it")
+    return lines
 
 
 def _example(paths: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ in `__dict__`, so a deepcopy or an unpickled model can report its edits and be r
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +34,7 @@ from hfpatch.given import FUNCTION, want
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.kinds.base import Change
 from hfpatch.patching.kinds.in_float32.plain import check_plain
-from hfpatch.patching.kinds.set_attribute import SetAttribute
+from hfpatch.patching.kinds.set_attribute import SetAttribute, settable
 from hfpatch.patching.kinds.states import show
 from hfpatch.patching.select import Selection
 
@@ -127,7 +126,7 @@ def set_attribute(
 
     def change(context: Context, target: Target) -> Change:
         attribute = name if isinstance(name, str) else name(context, target)
-        if hasattr(inspect.getattr_static(type(target.module), attribute, None), "__set__"):
+        if not settable(target.module, attribute):
             raise RefusedError(
                 f"{attribute} of {target.path or 'the model'!r} is a property of {type(target.module).__name__}, "
                 "which cannot be set and restored"

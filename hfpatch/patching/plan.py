@@ -78,7 +78,8 @@ def decisions(
         # conditions and repros run models, whose dtypes and devices must not depend on the caller's contexts
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.device("cpu"):
             check = partial(proof_verdict, own=prove == "own" or entry.id in asked)
-            found.extend(foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check, peaks)))
+            made = foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check, peaks))
+            found.extend(replace(d, options=chosen_options.get(entry.id, {})) for d in made)
     if STREAM in entries and (wanted is None or STREAM in wanted) and STREAM not in excluded:
         rows = _not_served(survey, dtype, found)
         beside = (d for d in found if not (rows and d.patch == STREAM and d.vital is None))  # the rows say more

@@ -17,18 +17,31 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def carry_out(root: nn.Module, made: Decisions) -> str:
+def carry_out(root: nn.Module, made: Decisions, there: Sequence[tuple[Edit, Any, Decision]] = ()) -> str:
     """Make the edits of a plan, all or nothing. Returns the application id in their records.
+
+    Args:
+        root: The whole object.
+        made: The plan.
+        there: Edits that the weights of a saved model have already, each with the data that undoing it needs, and its
+            decision. They get records, and are not written.
 
     Raises:
         ApplyError: An edit failed; the edits before it were undone.
     """
     application = uuid.uuid4().hex
+    begun: list[tuple[nn.Module, Record]] = []
     try:
+        for edit, before, decision in there:
+            record = Record(application, decision.patch, edit.change, before, origin=decision.origin)
+            begun.append((edit.module, record))
+            add(edit.module, record)
         for decision in made.of("applied"):
             for edit in decision.edits:
                 _do(root, edit, application, decision)
     except BaseException:
+        for module, record in begun:
+            forget(module, record)  # these weights stay as they were saved
         for _, module, record in reversed(logged(root, application)):
             undo(root, module, record)
         raise

@@ -1,20 +1,27 @@
-"""Atomic writes of files."""
+"""Files written at once or not at all, and read with bounds."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import hashlib
 import os
 import secrets
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from hfpatch.errors import InputError
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file under a temporary name and rename it: readers see the old file or the new one, also after a crash.
+    """Write a file so that readers see the old file or the new one, also after a crash or a SIGKILL.
 
-    Links are followed, and the permissions of a replaced file are kept. A path that is not a regular file (a pipe,
-    `/dev/stdout`) is written to directly. Text is encoded as UTF-8.
+    It is written without a name where the file system allows that, then gets a temporary one for the moment of the
+    rename. The temporary name is always the same, so a later write removes one that a killed process left. Links are
+    followed, and the permissions of a replaced file are kept. A path that is not a regular file (a pipe, `/dev/stdout`)
+    is written to directly. Text is encoded as UTF-8.
 
     Raises:
         InputError: The directory is missing, or the file cannot be written; an existing regular file is unchanged.
@@ -30,21 +37,97 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         raise InputError(f"cannot write {path}: {_reason(target, error)}") from error
 
 
-def _replace(target: Path, data: bytes) -> None:
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    # not tempfile, whose files only their owner can read: here the umask applies, as for any new file
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+class UnreadableError(Exception):
+    """A file cannot be used, and why."""
+
+
+def read_ordinary(file: Path, most: int) -> bytes | None:
+    """Return the content of an ordinary file, or of one that a link leads to; None if there is none.
+
+    Raises:
+        UnreadableError: It is something else (a pipe, a device), larger than `most` bytes, or cannot be read.
+    """
     try:
-        with os.fdopen(handle, "wb") as file:
-            if mode is not None:
-                temporary.chmod(mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise UnreadableError("it is not an ordinary file")
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
+        with os.fdopen(handle, "rb") as data:
+            raw = data.read(most + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
+    if len(raw) > most:
+        raise UnreadableError(f"it is larger than {most:,} bytes")
+    return raw
+
+
+def _replace(target: Path, data: bytes) -> None:
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        name = _temporary_name(directory, target)
+        try:
+            if not _write_unnamed(directory, name, target, data, mode):
+                _write_named(directory, name, data, mode)
+            os.rename(name, target.name, src_dir_fd=directory, dst_dir_fd=directory)
+        finally:
+            _remove(directory, name)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(directory)
+
+
+def _temporary_name(directory: int, target: Path) -> str:
+    """Return the name to write under: always the same for a target, so what a killed process left is removed here.
+
+    Where another process writes in this directory now, or it cannot be locked, a name that nobody else has.
+    """
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the directory is closed
+    except OSError:
+        return f".{secrets.token_hex(8)}.tmp"
+    name = f".{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}.tmp"
+    _remove(directory, name)
+    return name
+
+
+def _write_unnamed(directory: int, name: str, target: Path, data: bytes, mode: int | None) -> bool:
+    """Write a file that has no name, then give it one; False if the system cannot, and nothing is left."""
+    if not hasattr(os, "O_TMPFILE"):
+        return False
+    try:
+        # not tempfile, whose files only their owner can read: here the umask applies, as for any new file
+        handle = os.open(target.parent, os.O_WRONLY | os.O_TMPFILE, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            return False
+        raise
+    with os.fdopen(handle, "wb") as file:
+        _fill(file, data, mode)
+        try:
+            os.link(f"/proc/self/fd/{handle}", name, dst_dir_fd=directory, follow_symlinks=True)
+        except OSError:  # no /proc
+            return False
+    return True
+
+
+def _write_named(directory: int, name: str, data: bytes, mode: int | None) -> None:
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=directory)
+    with os.fdopen(handle, "wb") as file:
+        _fill(file, data, mode)
+
+
+def _fill(file: BinaryIO, data: bytes, mode: int | None) -> None:
+    if mode is not None:
+        os.fchmod(file.fileno(), mode)
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _remove(directory: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
 
 
 def _reason(target: Path, error: OSError) -> str:

@@ -113,7 +113,7 @@ def load(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights or no tokenizer there, or they do not fit the config.
     """
-    folder = _folder(name, load_config(name, trust_remote_code=trust_remote_code))
+    folder = folder_of(name, load_config(name, trust_remote_code=trust_remote_code))
     _check_weights(name, folder)
     tokenizer = _tokenizer(name, folder, trust_remote_code)
     model, missing, unexpected = load_model(
@@ -157,7 +157,7 @@ def load_model(
             "pass trust_remote_code=True (--trust-remote-code)"
         )
     config = load_config(name, trust_remote_code=trust_remote_code)
-    folder = _folder(name, config)
+    folder = folder_of(name, config)
     _check_weights(name, folder)
     model, told = _model(
         name,
@@ -190,7 +190,7 @@ def _text_config(config: PreTrainedConfig) -> Any:
         return config
 
 
-def _folder(name: str, config: PreTrainedConfig) -> Path:
+def folder_of(name: str, config: PreTrainedConfig) -> Path:
     """Return the directory that a config was read from: for a name on the hub, the snapshot in the local cache."""
     named = config.name_or_path or name
     place = Path(named)

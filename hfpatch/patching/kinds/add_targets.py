@@ -43,6 +43,8 @@ class AddTargets(Change):
         parts: The layers that each adapter gains.
     """
 
+    in_checkpoint = "adapter"
+
     parts: tuple[Expansion, ...]
 
     @property

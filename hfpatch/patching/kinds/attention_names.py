@@ -6,3 +6,4 @@ FP32_LOGITS = "hfpatch_fp32_logits"
 FP32_LOGITS_MASKED = "hfpatch_fp32_logits_masked"
 """With eager attention's masks: for submodels that are not causal throughout, or whose code needs additive masks."""
 WITHOUT_CUDNN = "hfpatch_sdpa_without_cudnn"
+OURS = (FP32_LOGITS, FP32_LOGITS_MASKED, WITHOUT_CUDNN)

@@ -7,12 +7,24 @@ the changed module carries.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hfpatch.patching.kinds.states import ABSENT, State
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+InCheckpoint = Literal["nowhere", "weights", "loader", "adapter"]
+
+
+PLACES: dict[InCheckpoint, str] = {
+    "nowhere": "not saved with the weights: to be applied again",
+    "weights": "in the weights",
+    "loader": "in no checkpoint, and as from_pretrained(dtype=) leaves it: to be applied again after a cast",
+    "adapter": "in the adapter that PEFT saves",
+}
+"""Where a saved checkpoint has a change -> in words."""
 
 
 class Change:
@@ -26,6 +38,9 @@ class Change:
     """Why code that torch.compile has already compiled would not notice the change; empty if it would."""
     widens: ClassVar[bool] = False
     """True if what the module and those in it compute gets a wider range, so that an overflow in it is cured."""
+
+    in_checkpoint: ClassVar[InCheckpoint] = "nowhere"
+    """Where a saved checkpoint has the change."""
 
     @property
     def slot(self) -> str:

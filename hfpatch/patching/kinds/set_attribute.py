@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,11 @@ class SetAttribute(Change):
             module.__dict__.pop(self.name, None)
         else:
             module.__dict__[self.name] = before
+
+
+def settable(module: nn.Module, name: str) -> bool:
+    """False for a property or another data descriptor of the module's class, which cannot be set and restored."""
+    return not hasattr(inspect.getattr_static(type(module), name, None), "__set__")
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -30,6 +30,8 @@ class SetTensor(Change):
         values: A picklable, comparable function of the old values to new ones of the same shape.
     """
 
+    in_checkpoint = "weights"
+
     name: str
     values: Callable[[torch.Tensor], torch.Tensor]
 

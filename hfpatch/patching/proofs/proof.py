@@ -124,9 +124,14 @@ def unreadable(function: object) -> str:
     return f"{_SESSION}-{id(function):x}"
 
 
+def is_unsaved(word: str) -> bool:
+    """True for a word that `unsaved` or `unreadable` returned, in any process."""
+    return word.startswith("unsaved-")
+
+
 def is_saved(subject: Subject) -> bool:
     """True if the patch and all bodies have sources, so that a proof of them means something to another process."""
-    return not any(word.startswith("unsaved-") for word in (subject.patch, *subject.bodies))
+    return not any(map(is_unsaved, (subject.patch, *subject.bodies)))
 
 
 @cache

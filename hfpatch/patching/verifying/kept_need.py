@@ -7,10 +7,7 @@ of the batch a digest and the number of tokens. No text, and no path of the mach
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import stat
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +22,8 @@ from hfpatch.inspecting.peaks import Peaks
 from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import RUN_AGAIN, unwrapped
 from hfpatch.patching.verifying.same_weights import difference, files_seen, weights_seen
-from hfpatch.report.files import write_atomically
+from hfpatch.patching.verifying.sealed import sealed, unsealed
+from hfpatch.report.files import UnreadableError, read_ordinary, write_atomically
 
 if TYPE_CHECKING:
     from hfpatch.model.survey import Survey
@@ -36,10 +34,6 @@ MOST = 16 * 2**20
 """Largest size in bytes of the file."""
 TOKENS = 10**12
 AGAIN = "measure again: hfpatch plan MODEL --text FILE --save"
-
-
-class UnusableError(Exception):
-    """A kept measurement cannot be used, and why."""
 
 
 def keep_need(model: nn.Module, peaks: Peaks, batch: Mapping[str, Any]) -> Path:
@@ -72,7 +66,7 @@ def keep_need(model: nn.Module, peaks: Peaks, batch: Mapping[str, Any]) -> Path:
         "files": files_seen(folder),
         "weights": weights,
     }
-    text = json.dumps({"schema": SCHEMA, "checksum": _checksum(content), "measured": content}, indent=0) + "\n"
+    text = sealed(content, SCHEMA, "measured")
     if len(text) > MOST:
         raise InputError(
             f"--save: the measurement of {len(values):,} modules takes {len(text):,} bytes, above {MOST:,}"
@@ -92,9 +86,9 @@ def kept_need(survey: Survey) -> tuple[Peaks | None, str]:
     if folder is None:
         return None, ""
     try:
-        raw = _read(folder / FILE)
+        raw = read_ordinary(folder / FILE, MOST)
         return (None, "") if raw is None else (_peaks(raw, inner, path, folder), "")
-    except UnusableError as error:
+    except UnreadableError as error:
         return None, f"{FILE} beside the checkpoint is not used: {error}; {AGAIN}"
 
 
@@ -107,41 +101,14 @@ def folder_of(model: nn.Module) -> Path | None:
         return None
 
 
-def _read(file: Path) -> bytes | None:
-    """Return the content of an ordinary file; None if there is none.
-
-    Raises:
-        UnusableError: It is something else, too large, or cannot be read.
-    """
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise UnusableError("it is not an ordinary file")
-        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
-        with os.fdopen(handle, "rb") as data:
-            raw = data.read(MOST + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UnusableError(f"it cannot be read ({error.strerror or error})") from error
-    if len(raw) > MOST:
-        raise UnusableError(f"it is larger than {MOST:,} bytes")
-    return raw
-
-
 def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
     """Return the measurement in a file, if it is of this model.
 
     Raises:
-        UnusableError: It is damaged, newer, or of another model.
+        UnreadableError: It is damaged, newer, or of another model.
     """
     try:
-        whole = json.loads(raw)
-        schema = whole["schema"]
-        if type(schema) is int and schema > SCHEMA:
-            raise UnusableError(f"a newer hfpatch wrote it (schema {schema}, known here is {SCHEMA})")
-        content = whole["measured"]
-        if schema != SCHEMA or whole["checksum"] != _checksum(content):
-            raise UnusableError("it was edited or is damaged")
+        content = unsealed(raw, SCHEMA, "measured")
         values = {_above(path, at): _value(value) for at, value in content["values"].items()}
         tokens = content["batch"]["tokens"]
         weights: list[list[Any]] = content["weights"]
@@ -151,15 +118,15 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
         other = difference(weights, model)
         if not other and unloaded and content["files"] != files_seen(folder):
             other = "its files of weights are others"
-    except UnusableError:
+    except UnreadableError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError) as error:
-        raise UnusableError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
+        raise UnreadableError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
     there = {_above(path, at) for at, _ in model.named_modules()}
     if not other and (unknown := next((at for at in values if at not in there), None)) is not None:
         other = f"it has no module {shown(unknown)}"
     if other:
-        raise UnusableError(f"it was measured on another model than this {type(model).__name__}: {other}")
+        raise UnreadableError(f"it was measured on another model than this {type(model).__name__}: {other}")
     return Peaks(values, f"on {tokens:,} tokens, kept in {FILE}" if tokens else f"on a batch, kept in {FILE}")
 
 
@@ -179,10 +146,6 @@ def _digest(batch: Mapping[str, Any]) -> str:
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             digest.update(f"{name}\0{tuple(value.shape)}\0{value.detach().to('cpu', torch.int64).tolist()}".encode())
     return digest.hexdigest()
-
-
-def _checksum(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _above(path: str, inner: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,15 @@ def weights_seen(model: nn.Module) -> list[list[Any]]:
     Raises:
         ValueError: A parameter is sharded or of another tensor class, so its values cannot be looked at.
     """
-    named = list(model.named_parameters())
+    return tensors_seen(list(model.named_parameters()))
+
+
+def tensors_seen(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
+    """Return the same of named tensors.
+
+    Raises:
+        ValueError: As `weights_seen`.
+    """
     each = max(1, min(OF_EACH, SAMPLES // max(1, len(named))))
     taken: dict[str, torch.Tensor] = {}
     for name, parameter in named:

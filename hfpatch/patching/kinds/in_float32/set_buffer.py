@@ -48,6 +48,8 @@ class SetBuffer(Change):
         values: The tensor to put there.
     """
 
+    in_checkpoint = "loader"
+
     name: str
     values: Values
 

@@ -38,6 +38,8 @@ class ScaleTensor(Change):
         exponent: Of 2.
     """
 
+    in_checkpoint = "weights"
+
     name: str
     exponent: int
 
