@@ -15,6 +15,7 @@ from hfpatch.given import DEVICE, FLAG, PATH, optional, want
 from hfpatch.model.source import REJECTIONS, load_config, model_class
 from hfpatch.model.wrapping import unwrapped
 from hfpatch.patching.apply import apply
+from hfpatch.patching.kinds.attention_names import STOCK
 from hfpatch.patching.manifest.file import FILE, Manifest, read
 from hfpatch.report.files import UnreadableError, read_ordinary
 from hfpatch.tracing.checkpoint import folder_of, load_model, reason
@@ -38,9 +39,10 @@ def load(
 ) -> nn.Module:
     """Load a model and replay the manifest that `applied.save` wrote beside it.
 
-    The class is the one that `config.architectures` names, the dtypes and the attention implementation are those that
-    the manifest says. The directory of a PEFT adapter gives a `PeftModel` around its base model. Only safetensors are
-    read, from this machine, and no code of the directory is run.
+    The class is the one that `config.architectures` names. The dtypes are those that the manifest says, and so is the
+    attention implementation, if it is one that needs no other package and no kernel. The directory of a PEFT adapter
+    gives a `PeftModel` around its base model. Only safetensors are read, from this machine, and no code of the
+    directory is run.
 
     Args:
         directory: A directory, or a name on the hub whose files are in the local cache.
@@ -71,7 +73,8 @@ def load(
         )
     base = name if adapter is None else _base(adapter)
     chosen = manifest.attention.get("")
-    attention = chosen if chosen in implementation.taken(model_class(load_config(base))) else None
+    usable = {*implementation.taken(model_class(load_config(base)))} & {*STOCK}
+    attention = chosen if chosen in usable else None
     device = None if device is None else torch.device(device)
     model: Any = load_model(base, dtype=_dtype(manifest), device=device, attention=attention)[0]
     if adapter is not None:

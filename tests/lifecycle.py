@@ -22,6 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 import hfpatch
+from hfpatch.patching.kinds.base import PLACES
+from hfpatch.patching.kinds.in_float32.set_buffer import SetBuffer
+from hfpatch.patching.kinds.map_output import MapOutput
+from hfpatch.patching.kinds.set_tensor import SetTensor
+from hfpatch.patching.manifest.changes import KINDS
 
 Order = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -42,6 +47,43 @@ def apply(model: Any) -> hfpatch.Applied:
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids).logits.detach().float()
+
+
+def with_manifest(model: Any, fix: hfpatch.Applied, ids: torch.Tensor) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        fix.save(directory)
+        again = hfpatch.load(directory, verbose=False)
+    assert logits(again, ids).equal(logits(model, ids))
+    return logits(again, ids)
+
+
+def saved_with_manifest(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return with_manifest(model, apply(model), ids)
+
+
+def adapter_with_manifest(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        loaded = type(model).from_pretrained(directory)
+        fix = apply(loaded)
+        return with_manifest(lora(loaded), fix, ids)
+
+
+def merged_with_manifest(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    fix = apply(model)
+    return with_manifest(lora(model).merge_and_unload(), fix, ids)
+
+
+def manifest_of_other_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    fix = apply(model)
+    with tempfile.TemporaryDirectory() as directory:
+        fix.save(directory)
+        fix.revert()
+        with torch.no_grad():
+            model.lm_head.weight += 1
+        hfpatch.apply(model, manifest=directory, verbose=False)
+    return logits(model, ids)
 
 
 def gloo() -> None:
@@ -328,6 +370,36 @@ def quantised(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return got
 
 
+SAVING = """
+## Saving
+
+`save_pretrained` writes weights and a config. What a patch set besides is lost: hooks, attributes, the choice of an
+attention implementation. A merged model needs the same patches as the model before.
+
+    model.save_pretrained(dir)
+    fix.save(dir)  # writes hfpatch.json, and hfpatch-tensors/ if a patch set tensors
+    model = hfpatch.load(dir)  # elsewhere; or hfpatch.apply(model, manifest=dir) on a model loaded otherwise
+
+- The manifest names every patch that the model carries, with its options, edits and origin. `print(fix)`, and
+  `hfpatch inspect DIR` later, say which of them the checkpoint lacks.
+- It is replayed on the model of the checkpoint, or on the model as it was before the patches. The outputs are the same
+  bits in the same releases. A second replay changes nothing, and `hfpatch.revert(model)` undoes the first.
+- Refused with the first difference, and nothing is changed: other weights, shapes or dtypes; a forward with another
+  body; a module, attribute or tensor that is not as it was; a file that was edited; a later schema. A forward may
+  change with a release of transformers: then `hfpatch.apply(model)` decides anew.
+- Some values of every tensor are compared, and every byte of those that a patch set. A checksum finds damage; it is no
+  signature. Of another attention implementation, or of a computed buffer with other values, it is said that outputs
+  differ by it.
+- The file holds no code. Changes are data of a closed set of kinds; what is a function is made again by its patch,
+  whose bytecode must be the same. The patch must be registered in the process; one of an installed package is imported
+  only if `trust=` names its package.
+- A tensor that was trained after a patch had set it is a weight like the others. PEFT saves the layers that an adapter
+  gained. The manifest lies beside the adapter, and `hfpatch.load` finds the base model by the adapter's config.
+- `hfpatch.load` needs a class of transformers. For an object of your own build it, load its weights, and replay.
+- Sharded and quantised tensors cannot be compared: save and replay before the model is sharded or quantised.
+"""
+
+
 WORKS = "works"
 ROWS = (
     Row("apply, apply again", twice, WORKS),
@@ -352,6 +424,10 @@ ROWS = (
     Row("apply, pickle, unpickle", pickled, WORKS),
     Row("apply, torch.save, torch.load in a new process, revert, apply", in_a_new_process, WORKS),
     Row("apply, save_pretrained, from_pretrained, apply", saved_and_loaded, WORKS),
+    Row("apply, save_pretrained, applied.save, hfpatch.load", saved_with_manifest, WORKS),
+    Row("apply, get_peft_model, save_pretrained, applied.save, hfpatch.load", adapter_with_manifest, WORKS),
+    Row("apply, get_peft_model, merge_and_unload, applied.save, hfpatch.load", merged_with_manifest, WORKS),
+    Row("apply, applied.save, weights changed, apply(manifest=)", manifest_of_other_weights, "has other values"),
     Row("apply, gradient checkpointing (reentrant), train", checkpointing(reentrant=True), WORKS),
     Row("apply, gradient checkpointing (not reentrant), train", checkpointing(reentrant=False), WORKS),
     Row("accelerate device hooks, apply", accelerate_hooks, WORKS),
@@ -376,6 +452,10 @@ def table() -> str:
         "|---|---|",
     ]
     lines += [f"| {r.name} | {'works' if r.outcome == WORKS else f'refuses: names `{r.outcome}`'} |" for r in ROWS]
+    kinds = {**KINDS, "SetTensor": SetTensor, "SetBuffer": SetBuffer, "MapOutput": MapOutput}
+    places = {place: [name for name, cls in kinds.items() if cls.in_checkpoint == place] for place in PLACES}
+    lines += [SAVING, "| kind of edit | where a saved checkpoint has it |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{n}`' for n in sorted(places[place]))} | {text} |" for place, text in PLACES.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.compat import implementation
-from hfpatch.errors import ConflictError, InputError, RefusedError
+from hfpatch.errors import ConflictError, HfpatchError, InputError, RefusedError
 from hfpatch.given import shown
 from hfpatch.model.rebuilt import holds, is_rounding_of
 from hfpatch.model.survey import Survey
@@ -20,10 +20,11 @@ from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import unwrapped
 from hfpatch.patching import registry
 from hfpatch.patching.applied import Applied
+from hfpatch.patching.arguments import settings
 from hfpatch.patching.context import Context
 from hfpatch.patching.decision import Decision, Decisions
 from hfpatch.patching.edits import Edit
-from hfpatch.patching.kinds.attention_names import OURS
+from hfpatch.patching.kinds.attention_names import OURS, STOCK
 from hfpatch.patching.kinds.base import Change
 from hfpatch.patching.kinds.choose_attention import ChooseAttention
 from hfpatch.patching.kinds.in_float32.set_buffer import SetBuffer
@@ -249,9 +250,10 @@ class _Maker:
         if isinstance(change, SetAttribute) and not settable(module, change.name):
             raise self._refused(saved, f"{change.name} is a property of {type(module).__name__}")
         if isinstance(change, ChooseAttention):
-            usable = (*implementation.taken(type(module)), *OURS) if isinstance(module, PreTrainedModel) else ()
-            if change.implementation not in usable:
-                raise self._refused(saved, f"{type(module).__name__} has no attention {shown(change.implementation)}")
+            stock = set(implementation.taken(type(module)) if isinstance(module, PreTrainedModel) else ()) & {*STOCK}
+            if change.implementation not in (*stock, *OURS):
+                why = f"{type(module).__name__} has no attention {shown(change.implementation)} of torch or hfpatch"
+                raise self._refused(saved, why)
         return change
 
     def _made_again(self, saved: SavedEdit, module: nn.Module) -> Change:
@@ -269,11 +271,19 @@ class _Maker:
         raise self._refused(saved, f"it was made by {saved.identity}, and {why}")
 
     def _resolved(self) -> Iterator[Edit]:
-        patch, survey = self.entry.patch, self.survey
-        options = {**patch.options, **self.saved.options}
+        patch, survey, name = self.entry.patch, self.survey, self.saved.id
+        options = {**patch.options, **settings({name: self.entry}, {name: self.saved.options})[name]}
         for submodel in (None,) if patch.whole else survey.submodels:
             for template in patch.edits:
-                yield from template.resolve(Context(survey, submodel, None, options))
+                try:
+                    yield from list(template.resolve(Context(survey, submodel, None, options)))
+                except HfpatchError:
+                    raise
+                except MALFORMED as error:
+                    raise InputError(
+                        f"{self.folder / FILE}: {self.saved.id} cannot be resolved with the options there "
+                        f"({type(error).__name__}: {error})"
+                    ) from error
 
     def _digests(self, saved: SavedEdit) -> tuple[str, str]:
         if saved.digests is None:
@@ -305,7 +315,9 @@ class _Maker:
             if buffer is None or not (buffer.is_meta or holds(buffer, exact) or is_rounding_of(buffer, exact)):
                 raise self._refused(saved, "the buffer holds other values")
         elif isinstance(change, (SetTensor, ScaleTensor)) and _digest(change, module) != self._digests(saved)[0]:
-            raise self._refused(saved, f"{change.name} holds other values than before and after the patch")
+            raise self._refused(
+                saved, f"{change.name} holds other values than before and after the patch, or none in memory"
+            )
 
     def _unreadable(self, saved: SavedEdit, why: str) -> InputError:
         place = f"{saved.slot} of {saved.path or 'the model'}"
