@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import os
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,9 @@ from hfpatch.patching.verifying.proving import repros
 from hfpatch.patching.verifying.sealed import checksum
 from hfpatch.patching.verifying.trial import build
 from hfpatch.testing import SpeechLLM
+from tests import interrupts
 from tests.fingerprint import fingerprint
+from tests.interrupts import interrupted
 
 IDS = {"input_ids": torch.arange(8)[None]}
 STREAM, HEAD = "fp16-residual-overflow", "fp32-lm-head"
@@ -328,6 +334,33 @@ class TestTensors:
         stock = speech().half()
         hfpatch.apply(stock, manifest=folder, verbose=False)
         assert {k: v for k, v in stock.state_dict().items() if not v.equal(model.state_dict()[k])} == {}
+
+
+@pytest.mark.slow
+def test_interrupted_at_every_line_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that ends early leaves a revert that restores the model, before the patch and with saved weights."""
+    engine = Path(hfpatch.__file__).parent / "patching"
+    monkeypatch.setattr(interrupts, "TRACED", tuple(str(engine / n) for n in ("writing.py", "record.py", "kinds")))
+    model = speech()
+    hfpatch.apply(model, only=["projection-init", "eps-alignment"], verbose=False).save(tmp_path)
+    saved = speech()
+    saved.load_state_dict(model.state_dict())
+    for each in (speech(), saved):
+        before, held = fingerprint(each), copy.deepcopy(each.state_dict())
+        for at in itertools.count(1, 2):
+            replayed = partial(hfpatch.apply, each, manifest=tmp_path, verbose=False)
+            where = interrupted(replayed, at, KeyboardInterrupt)
+            if not where:
+                break
+            if each is saved:  # its weights were never written
+                assert {k: v for k, v in each.state_dict().items() if not v.equal(held[k])} == {}, where
+                hfpatch.revert(each)
+                each.load_state_dict(held)
+            else:
+                hfpatch.revert(each)
+            assert fingerprint(each) == before, where
+            assert not hfpatch.status(each).edits, where
+        assert at > 60
 
 
 class TestAnotherModel:
@@ -668,6 +701,54 @@ class TestBadFiles:
             hfpatch.apply(model, manifest=folder, trust="acme")
 
 
+WORDS = (
+    None, True, -1, 1.5, 1e308, 2**70, "", "weight", "../../x", "\0", "SetTensor", [], {}, [[]], {"kind": "SetTensor"}
+)  # fmt: skip
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places in JSON values, of a list the first eight."""
+    if at:
+        yield at
+    for key in value if isinstance(value, dict) else range(min(len(value), 8)) if isinstance(value, list) else ():
+        yield from places(value[key], (*at, key))
+
+
+@pytest.mark.slow
+def test_mutations(tmp_path: Path) -> None:
+    """Whatever is written, with the right checksum: replayed, or one error of ours, and nothing stays."""
+    model = speech()
+    held = copy.deepcopy(model.state_dict())
+    hfpatch.apply(speech(), include=["projection-init", HEAD], verbose=False).save(tmp_path)
+    whole = json.loads((tmp_path / FILE).read_text())
+    everywhere = list(places(whole["manifest"]))
+    draw, ends = random.Random(0), Counter[str]()  # noqa: S311 - the same each time
+    for _ in range(300):
+        content = copy.deepcopy(whole)
+        *outer, last = draw.choice([p for p in everywhere if p[0] == "patches"] if draw.random() < 0.7 else everywhere)
+        inner: Any = content["manifest"]
+        for key in outer:
+            inner = inner[key]
+        if draw.random() < 0.7:
+            inner[last] = draw.choice(WORDS)
+        else:
+            del inner[last]
+        content["checksum"] = checksum(content["manifest"])
+        (tmp_path / FILE).write_text(json.dumps(content))
+        try:
+            hfpatch.apply(model, manifest=tmp_path, verbose=False)
+        except HfpatchError as error:
+            assert 30 < len(str(error)) < 900
+            ends[type(error).__name__] += 1
+        else:
+            ends["replayed"] += 1
+            hfpatch.revert(model)
+        assert not hfpatch.status(model).edits
+        assert {k: v for k, v in model.state_dict().items() if not v.equal(held[k])} == {}
+    assert sum(ends.values()) == 300
+    assert set(ends) >= {"InputError", "RefusedError", "replayed"}, ends
+
+
 class TestSaving:
     def test_nothing_to_save(self, folder: Path, tmp_path: Path) -> None:
         fix = hfpatch.apply(loaded(folder), only=HEAD, verbose=False)
@@ -675,6 +756,13 @@ class TestSaving:
             fix.save(tmp_path / "nowhere")
         fix.revert()
         with pytest.raises(InputError, match="this LlamaForCausalLM carries no patch; apply one first"):
+            fix.save(tmp_path)
+
+    def test_weights_that_are_not_loaded(self, folder: Path, tmp_path: Path) -> None:
+        from hfpatch.model.source import build_on_meta, load_config
+
+        fix = hfpatch.apply(build_on_meta(load_config(folder)), only=STREAM, verbose=False)
+        with pytest.raises(InputError, match="the weights are on meta, so they cannot be told from others"):
             fix.save(tmp_path)
 
     def test_a_value_that_was_set_since(self, tmp_path: Path) -> None:
