@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -112,6 +111,7 @@ def test_a_patch_file_of_ones_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_patch_of_an_installed_package(site: Site, tmp_path: Path) -> None:
     """Its module is imported only if its package is trusted in this call."""
     site.script(f"""
@@ -143,7 +143,6 @@ KILLED = 60
 
 def test_a_process_that_is_killed_leaves_one_manifest_or_the_other(tmp_path: Path) -> None:
     """A child saves two manifests in turn, with tensors, and is killed at many moments; the directory is looked at."""
-    assert signal.SIGKILL
     process(
         f"""
         import os, pathlib, random, signal, time
