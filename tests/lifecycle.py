@@ -388,7 +388,7 @@ attention implementation. A merged model needs the same patches as the model bef
   change with a release of transformers: then `hfpatch.apply(model)` decides anew.
 - Some values of every tensor are compared, and every byte of those that a patch set. A checksum finds damage; it is no
   signature. Of another attention implementation, or of a computed buffer with other values, it is said that outputs
-  differ by it.
+  may differ by it.
 - The file holds no code. Changes are data of a closed set of kinds; what is a function is made again by its patch,
   whose bytecode must be the same. The patch must be registered in the process; one of an installed package is imported
   only if `trust=` names its package.

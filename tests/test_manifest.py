@@ -34,7 +34,7 @@ from hfpatch.patching.manifest.file import FILE, TENSORS, read
 from hfpatch.patching.verifying.proving import repros
 from hfpatch.patching.verifying.sealed import checksum
 from hfpatch.patching.verifying.trial import build
-from hfpatch.testing import SpeechLLM
+from hfpatch.testing import SpeechLLM, example_inputs
 from tests import interrupts
 from tests.fingerprint import fingerprint
 from tests.interrupts import interrupted
@@ -824,6 +824,23 @@ def test_each_patch(patch_id: str, tmp_path: Path) -> None:
     if patch_id != "lora-target-expansion":
         hfpatch.revert(stock)
         assert fingerprint(stock) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture", ["t5", "whisper", "gemma3", "llava", "falcon", "mllama", "olmo2", "qwen3_next"]
+)
+def test_saved_and_loaded(architecture: str, tmp_path: Path) -> None:
+    """Encoders, decoders, towers: everything that is applied here, from the checkpoint alone."""
+    model = tiny_model(architecture).half()
+    batch = example_inputs(model)
+    fix = hfpatch.apply(model, include="suggested", verbose=False)
+    assert fix.edits
+    model.save_pretrained(tmp_path)
+    fix.save(tmp_path)
+    again = hfpatch.load(tmp_path, verbose=False)
+    assert logits(again, batch).equal(logits(model, batch))
+    assert len(hfpatch.status(again).records) == len(hfpatch.status(model).records)
 
 
 @pytest.mark.slow
