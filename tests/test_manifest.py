@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -492,6 +493,70 @@ class TestAdapters:
             (tmp_path / "adapter_config.json").write_text(text)
             with pytest.raises(InputError, match=says):
                 hfpatch.load(tmp_path)
+
+
+class TestLoading:
+    def test_from_the_hub_cache(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Any) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        place = tmp_path / "models--org--patched"
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / "main").write_text("abc")
+        shutil.copytree(folder, place / "snapshots" / "abc")
+        want = logits(hfpatch.load(folder, verbose=False))
+        assert logits(hfpatch.load("org/patched", verbose=False)).equal(want)
+        assert here("inspect", "org/patched", "--json").figures["manifest"]["again"] == [STREAM, HEAD]
+        with pytest.raises(InputError, match="org/other: no such directory here"):
+            hfpatch.load("org/other")
+
+    def test_no_code_of_the_directory_is_run(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        code = f"open({str(tmp_path / 'ran')!r}, 'w')"
+        adapter = tmp_path / "adapter"
+        model = loaded(folder)
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+        hfpatch.apply(model, only=HEAD, verbose=False).save(adapter)
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        config |= {
+            "base_model_name_or_path": str(folder),
+            "auto_mapping": {"base_model_class": "Evil", "parent_library": "evil"},
+        }
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        own = json.loads((folder / "config.json").read_text())
+        own["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+        (folder / "config.json").write_text(json.dumps(own))
+        for place in (folder, adapter):
+            (place / "evil.py").write_text(code)
+            (place / "modeling_evil.py").write_text(code)
+        monkeypatch.syspath_prepend(str(adapter))
+        assert type(hfpatch.load(folder, verbose=False)).__name__ == "LlamaForCausalLM"
+        assert type(hfpatch.load(adapter, verbose=False)).__name__ == "PeftModel"
+        assert not (tmp_path / "ran").exists()
+        (folder / "config.json").write_text(json.dumps(own | {"attn_implementation": "someone/kernel"}))
+        with pytest.raises(InputError, match="names code on the hub"):
+            hfpatch.load(folder)
+
+    def test_an_attention_that_needs_a_kernel_is_not_asked_for(self, folder: Path, capsys: Any) -> None:
+        change(folder, "attention/", "flash_attention_2")
+        model: Any = hfpatch.load(folder)
+        assert model.config._attn_implementation == "sdpa"
+        assert "attends by sdpa, and did by 'flash_attention_2'" in capsys.readouterr().err
+
+    def test_a_pickle_is_not_read(self, folder: Path, tmp_path: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        with pytest.raises(InputError, match="its weights are a pickle"):
+            hfpatch.load(folder)
+
+    def test_weights_that_are_missing(self, folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        held.pop("model.norm.weight")
+        held.pop("model.layers.1.mlp.up_proj.weight")
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(RefusedError, match=r"up_proj\.weight has other values"):
+            hfpatch.load(folder)
 
 
 def halved(output: torch.Tensor) -> torch.Tensor:
