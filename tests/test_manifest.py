@@ -102,7 +102,6 @@ class TestRoundTrip:
         assert not logits(loaded(tmp_path)).equal(logits(model))  # it is needed
         states = {(e.path, e.record.slot, e.state.word) for e in hfpatch.status(again, compare=True).edits}
         assert states == {(e.path, e.slot, "here") for e in fix.edits}
-        assert fix.verify(IDS, runs=["after"])
 
     def test_twice_is_once_and_a_revert_restores(self, folder: Path) -> None:
         model = loaded(folder)
@@ -118,6 +117,12 @@ class TestRoundTrip:
         assert fingerprint(model) == before
         assert logits(model).equal(stock)
         assert not stock.equal(patched)
+
+    @pytest.mark.slow
+    def test_its_handle_verifies(self, folder: Path) -> None:
+        fix = hfpatch.apply(loaded(folder), manifest=folder, verbose=False)
+        rows = {row.name: row for row in fix.verify(IDS, runs=["before", "after"]).rows}
+        assert rows["after"].kl < rows["before"].kl
 
     def test_on_the_model_that_was_patched(self, folder: Path) -> None:
         model = loaded(folder)
@@ -137,6 +142,7 @@ class TestRoundTrip:
         assert hfpatch.apply(model, manifest=folder, verbose=False).edits
         assert logits(model).equal(want)
 
+    @pytest.mark.slow
     def test_through_wrappers(self, folder: Path, tmp_path: Path) -> None:
         bare = loaded(folder)
         want = logits(hfpatch.load(folder, verbose=False))
@@ -496,6 +502,7 @@ class TestAdapters:
 
 
 class TestLoading:
+    @pytest.mark.slow
     def test_from_the_hub_cache(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Any) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -509,6 +516,7 @@ class TestLoading:
         with pytest.raises(InputError, match="org/other: no such directory here"):
             hfpatch.load("org/other")
 
+    @pytest.mark.slow
     def test_no_code_of_the_directory_is_run(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -673,7 +681,6 @@ class TestBadFiles:
             (lambda raw: b'{"schema": 2}', r"a newer hfpatch wrote it \(schema 2, known here is 1\)"),
             (lambda raw: b'{"schema": true, "manifest": {}, "checksum": ""}', "it was edited or is damaged"),
             (lambda raw: b'{"schema": 1, "manifest": {}, "checksum": "44136fa355b3678a"}', "want model, releases"),
-            (lambda raw: b" " * (64 * 2**20 + 1), "it is larger than 67,108,864 bytes"),
         ],
     )
     def test_it_is_refused(self, folder: Path, damage: Callable[[bytes], bytes], says: str) -> None:
@@ -734,6 +741,13 @@ class TestBadFiles:
     def test_values_of_another_type(self, folder: Path, at: str, value: Any, error: Any, says: str) -> None:
         change(folder, at, value)
         refused(loaded(folder), folder, error, says)
+
+    def test_it_is_too_large(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        fix = hfpatch.apply(loaded(folder), only=HEAD, verbose=False)
+        monkeypatch.setattr(files, "MOST", 2000)
+        refused(loaded(folder), folder, InputError, "cannot be used: it is larger than 2,000 bytes")
+        with pytest.raises(InputError, match=r"the manifest takes .* bytes, above 2,000"):
+            fix.save(folder)
 
     @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
     def test_it_is_no_ordinary_file(self, folder: Path, kind: str) -> None:
@@ -924,6 +938,7 @@ def test_experts_and_branches_with_a_batch(tmp_path: Path) -> None:
     assert not logits(loaded(tmp_path), batch).isfinite().all()
 
 
+@pytest.mark.slow
 def test_on_the_command_line(folder: Path, here: Any) -> None:
     shown = here("inspect", folder)
     assert "Manifest hfpatch.json of a LlamaForCausalLM" in shown.text
