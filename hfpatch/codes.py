@@ -96,6 +96,7 @@ HAZARDS: dict[str, str] = {
     "adapter-not-active": "a trained adapter is not active, so forward leaves it out",
     "adapter-not-in-eval": "adapted layers run in training and not in evaluation",
     "adapter-stays-zero": "a half of a LoRA adapter is 0 and cannot move",
+    "dora-zero-rows": "DoRA divides by the norm of rows that are all zero",
     "embedding-scale": "token embeddings enter the language model in another size than its own",
     "joined-too-large": "what is joined to the token embeddings is many times as large",
     "tied-no-more": "a head and an embedding that the config ties train apart",

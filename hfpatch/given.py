@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 SHOWN = 60
 """Characters of a value that an error message quotes."""
@@ -38,6 +41,20 @@ def want(call: str, **given: tuple[Any, Kind]) -> None:
     for name, (value, kind) in given.items():
         if not kind.fits(value):
             raise InputError(f"{call}: want {kind.words} as {name}=, got {shown(value)}")
+
+
+def torch_optimizer(call: str, optimizer: object) -> torch.optim.Optimizer:
+    """Return the torch optimizer inside one that accelerate prepared.
+
+    Raises:
+        InputError: There is no torch optimizer.
+    """
+    from hfpatch.compat.optimizers import inside
+
+    found = inside(optimizer)
+    if found is None:
+        raise InputError(f"{call}: want a torch optimizer, or one that accelerate prepared; got {shown(optimizer)}")
+    return found
 
 
 def shown(value: object) -> str:

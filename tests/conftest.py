@@ -99,10 +99,11 @@ def no_process_group_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_accelerator_left() -> None:
-    """A process keeps the precision of its first Accelerator; tests have several."""
-    from accelerate.state import AcceleratorState
+    """A process keeps the precision of its first Accelerator, and its last data loader; tests have several."""
+    from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state()
+    GradientState._reset_state()
 
 
 class Ran(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hfpatch
@@ -96,6 +97,12 @@ def saved(**kwargs: Any) -> Any:
     return hfpatch.apply(model(), verbose=False).save(**kwargs)
 
 
+@cache
+def expanded() -> hfpatch.Applied:
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    return hfpatch.apply(adapted, only="lora-target-expansion", verbose=False)
+
+
 def some_loss() -> torch.Tensor:
     return next(model().parameters()).sum()
 
@@ -129,6 +136,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tup
         hfpatch.verify,
         lambda: {"model": model(), "batch": {"input_ids": torch.arange(8)[None]}, "runs": ["as it is"]},
         ("model", "batch", "runs"),
+    ),
+    "Applied.add_to": (
+        lambda **k: expanded().add_to(**k),
+        lambda: {"optimizer": torch.optim.SGD(expanded().model.parameters(), lr=0.1)},
+        ("optimizer",),
     ),
     "revert": (hfpatch.revert, lambda: {"model": model()}, ("model", "only", "exclude")),
     "trace": (

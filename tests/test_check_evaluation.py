@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hfpatch
 from hfpatch.testing import example_inputs, tiny_model
@@ -67,7 +69,7 @@ def test_layers_that_evaluation_bypasses(kwargs: dict[str, Any]) -> None:
     assert "linear1" in hazard.reason and "q_proj" not in hazard.reason
     assert "TransformerEncoderLayer" in hazard.change
     assert fingerprint(model) == before
-    assert "hfpatch.apply(model, only='encoder-fast-path')" in hazard.change
+    assert "hfpatch.apply(model, only='encoder-fast-path') (tried on this batch: outputs are" in hazard.change
     hfpatch.apply(model, only="encoder-fast-path", verbose=False)
     cured = hfpatch.check(model, {}, batch=speech_batch())
     assert "adapter-not-in-eval" not in cured.ids, str(cured)
@@ -92,11 +94,157 @@ def test_weights_that_evaluation_divides_under_an_adapter() -> None:
     model = adapted(RwkvForCausalLM(config), "output", "value")
     before = fingerprint(model)
     hazard = one(hfpatch.check(model, {}, batch={"input_ids": IDS, "labels": IDS}), "adapter-differs-in-eval")
-    assert "rescale_every" in hazard.change
+    assert "hfpatch.apply(model, only='rwkv-rescale') (tried on this batch" in hazard.change
+    assert "under 4 adapters" in hazard.reason
     assert fingerprint(model) == before, "RWKV divides its weights in evaluation; they are as they were"
+    fix = hfpatch.apply(model, only="rwkv-rescale", verbose=False)
+    cured = hfpatch.check(model, {}, batch={"input_ids": IDS, "labels": IDS})
+    assert "adapter-differs-in-eval" not in cured.ids, str(cured)
+    assert any(line.startswith(SAYS) for line in cured.measured), cured.measured
+    fix.revert()
+    batch = {"input_ids": IDS, "labels": IDS}
+    half = one(hfpatch.check(model.half(), {}, batch=batch), "adapter-differs-in-eval")
+    assert "only='rwkv-rescale', batch=batch)" in half.change, "in float16 the patch is refused without a batch"
+    assert hfpatch.apply(model, only="rwkv-rescale", batch=batch, verbose=False).edits
     config.rescale_every = 0
     fixed = adapted(RwkvForCausalLM(config), "output", "value")
     assert "adapter-differs-in-eval" not in hfpatch.check(fixed, {}, batch={"input_ids": IDS, "labels": IDS}).ids
+
+
+class Halved(nn.Linear):
+    """A linear map whose weight is half as large in evaluation, under whatever adapter is around it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.training else x / 2)
+
+
+class Doubled(LlamaMLP):
+    """Makes up for that: without an adapter on the map evaluation computes what training does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.training else 2)
+
+
+def test_no_patch_is_named_that_was_not_tried() -> None:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Doubled
+        layer.mlp.down_proj.__class__ = Halved
+    found = hfpatch.check(adapted(model, "q_proj", "down_proj"), {}, batch={"input_ids": IDS, "labels": IDS})
+    hazard = one(found, "adapter-differs-in-eval")
+    assert "self.training" in hazard.change
+    assert "hfpatch.apply" not in hazard.change
+
+
+def zeroed(architecture: str, at: str, axis: int) -> Any:
+    model = tiny_model(architecture)
+    weight = model.get_parameter(f"{at}.weight")
+    with torch.no_grad():
+        weight.index_fill_(axis, torch.tensor([3, 5]), 0)
+    return model
+
+
+ROWS = {
+    "linear": ("llama", "model.layers.1.mlp.up_proj", 0, ["up_proj", "q_proj"]),
+    "Conv1D": ("gpt2", "transformer.h.1.mlp.c_fc", 1, ["c_attn", "c_fc"]),
+    "embedding": ("llama", "model.embed_tokens", 1, ["embed_tokens", "q_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_dora_over_rows_of_zeros(kind: str) -> None:
+    architecture, at, axis, targets = ROWS[kind]
+    batch = {"input_ids": IDS, "labels": IDS}
+    model = get_peft_model(zeroed(architecture, at, axis), LoraConfig(r=2, target_modules=targets, use_dora=True))
+    before = fingerprint(model)
+    outputs = model.get_submodule(f"base_model.model.{at}").get_base_layer().weight.shape[axis]
+    for found in (hfpatch.check(model, {}, batch=batch), hfpatch.check(model)):
+        hazard = one(found, "dora-zero-rows")
+        assert hazard.certain
+        assert f"1 of {len(dora_layers(model))} layers" in hazard.reason
+        assert f"base_model.model.{at}: 2 of {outputs}" in hazard.reason
+        assert f"exclude_modules=['{at}']" in hazard.change
+    assert "not tried" in hazard.change
+    assert fingerprint(model) == before
+    assert model(**batch).loss.isnan(), "what is foretold happens"
+    tried = one(hfpatch.check(model, {}, batch=batch), "dora-zero-rows").change
+    told = float(tried.rpartition("the loss is ")[2].rstrip(")"))
+    without = get_peft_model(
+        zeroed(architecture, at, axis), LoraConfig(r=2, target_modules=targets, exclude_modules=[at], use_dora=True)
+    )
+    assert told == pytest.approx(without(**batch).loss.item(), rel=1e-3)  # four digits are shown
+    assert "dora-zero-rows" not in hfpatch.check(without, {}, batch=batch).ids
+
+
+def dora_layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if getattr(m, "lora_magnitude_vector", None)]
+
+
+def test_rows_that_the_adapter_fills_are_not_zero() -> None:
+    model = get_peft_model(
+        zeroed("llama", "model.layers.1.mlp.up_proj", 0),
+        LoraConfig(r=2, target_modules=["up_proj"], use_dora=True, init_lora_weights=False),
+    )
+    assert "dora-zero-rows" not in hfpatch.check(model).ids
+    plain = get_peft_model(zeroed("llama", "model.layers.1.mlp.up_proj", 0), LoraConfig(target_modules=["up_proj"]))
+    assert "dora-zero-rows" not in hfpatch.check(plain).ids
+
+
+def updated(dtype: torch.dtype, size: float, **words: Any) -> Any:
+    model = adapted_by(tiny_model("llama").to(dtype), **words)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=size)
+    return model
+
+
+def adapted_by(model: Any, **words: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **words))
+
+
+def kept(model: Any, to: torch.dtype | None = None) -> float:
+    """The share of the update that `merge_and_unload` leaves, over whole matrices, in a dtype or as the model is."""
+    base = {n: p.detach().double() for n, p in copy.deepcopy(model).unload().named_parameters()}
+    exact = dict(copy.deepcopy(model).double().merge_and_unload().named_parameters())
+    got = dict(copy.deepcopy(model).to(to).merge_and_unload().named_parameters())
+    lost = sum(float((got[n].double() - exact[n]).square().sum()) for n in base)
+    return 1 - lost / sum(float((exact[n] - base[n]).square().sum()) for n in base)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "words"),
+    [
+        (torch.bfloat16, 2e-2, {}),
+        (torch.bfloat16, 1e-4, {}),
+        (torch.float16, 1e-5, {}),
+        (torch.bfloat16, 1e-4, {"use_dora": True}),
+        (torch.bfloat16, 1e-4, {"use_rslora": True}),
+    ],
+    ids=str,
+)
+def test_what_a_merge_in_half_precision_keeps(dtype: torch.dtype, size: float, words: dict[str, bool]) -> None:
+    model = updated(dtype, size, **words)
+    before = fingerprint(model)
+    (adapter,) = hfpatch.inspect(model).adapters
+    assert fingerprint(model) == before
+    assert adapter.merge is not None
+    assert adapter.merge.kept == pytest.approx(kept(model), abs=1e-3)
+    assert adapter.merge.in_float32 == pytest.approx(kept(model, torch.float32), abs=1e-6)
+    assert adapter.merge.in_float32 > 0.9999
+    remarks = [r for r in hfpatch.check(model, {}).remarks if "merging it" in r]
+    assert bool(remarks) is (adapter.merge.kept < 0.99)
+    assert f"keeps {adapter.merge.kept:.1%} of its update" in str(hfpatch.inspect(model))
+
+
+def test_no_merge_is_foretold_of_what_is_not_there() -> None:
+    assert [a.merge for a in hfpatch.inspect(updated(torch.float32, 1e-4)).adapters] == [None]
+    assert [a.merge for a in hfpatch.inspect(updated(torch.bfloat16, 0.0)).adapters] == [None]
+    merged = updated(torch.bfloat16, 1e-4)
+    merged.merge_adapter()
+    assert [a.merge for a in hfpatch.inspect(merged).adapters] == [None]
 
 
 class Noisy(nn.Module):

@@ -714,6 +714,17 @@ def test_an_optimizer_that_skips_by_itself_is_told() -> None:
     assert torch.equal(skipping.param_groups[0]["params"][0], torch.ones(2))
 
 
+def test_the_optimizer_inside_accelerates() -> None:
+    from accelerate import Accelerator
+
+    weight = nn.Parameter(torch.ones(2))
+    plain = torch.optim.SGD([weight])
+    assert optimizers.inside(plain) is plain
+    assert optimizers.inside(Accelerator(cpu=True).prepare(plain)) is plain
+    assert optimizers.inside(weight) is None
+    assert optimizers.parameters_by_id(plain) == {id(weight): weight}
+
+
 class TestAccelerate:
     def test_its_hook_and_the_forward_that_was_there(self) -> None:
         from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module

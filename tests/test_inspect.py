@@ -503,7 +503,7 @@ ITEMS = {
     "norms": {"path", "class", "eps_name", "eps", "source", "as_built", "count", "expected"},
     "attention": {"path", "config", "class", "implementation", "accepts", "note"},
     "wrappers": {"kind", "path"},
-    "adapters": {"name", "kind", "active", "layers", "zero"},
+    "adapters": {"name", "kind", "active", "layers", "zero", "merge"},
 }
 
 

@@ -169,7 +169,11 @@ def test_layers_that_the_feature_layer_leaves_unused_are_no_coverage(value: Any,
     targets = hfpatch.lora_targets(model, "vision")
     layers = {int(p.partition(".layers.")[2][0]) for p in targets.modules}
     assert layers == {0, 1} - set(unused)
-    assert (targets.coverage.layers, targets.coverage.of_layers) == (2 - len(unused), 2)
+    coverage = targets.coverage
+    assert coverage.layers == coverage.of_layers == 2 - len(unused)
+    assert coverage.percent == 100
+    assert coverage.unused == sum(out.count for out in targets.left_out if "never used" in out.reason)
+    assert bool(coverage.unused) == bool(unused) == ("matrices that the loss never sees" in str(targets))
     said = {out.reason for out in targets.left_out if out.path.startswith("model.vision_tower.encoder.")}
     assert all(f"never used: vision_feature_layer={value} reads" in reason for reason in said)
     assert bool(said) == bool(unused)

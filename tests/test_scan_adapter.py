@@ -119,6 +119,9 @@ def test_bad_adapters(tmp_path: Path) -> None:
     config.write_text(json.dumps({"peft_type": "NO_SUCH", "target_modules": ["q_proj"]}))
     (finding,) = hfpatch.scan(tmp_path, model=tiny_model("llama")).findings
     assert finding.kind == "adapter does not fit"
+    for model, wanted in ((torch.nn.Linear(2, 2), "want a transformers model"), (str(tmp_path / "nothing"), "nothing")):
+        with pytest.raises(InputError, match=wanted):
+            hfpatch.scan(tmp_path, model=model)
     config.unlink()
     with pytest.raises(InputError, match=r"adapter_config\.json"):
         hfpatch.scan(tmp_path, model=tiny_model("llama"))

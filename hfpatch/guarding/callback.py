@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from hfpatch.compat.accelerate import EPOCH, SAVE, says_skipped
 from hfpatch.errors import InputError
-from hfpatch.given import FLAG, optional, want
+from hfpatch.given import FLAG, optional, torch_optimizer, want
 from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.history import OnSpike
@@ -34,7 +34,7 @@ from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts
 from hfpatch.guarding.recorder import BOX, Box, Recorder, record_and_raise
-from hfpatch.guarding.stepping import unwrapped, update_parameters
+from hfpatch.guarding.stepping import update_parameters
 from hfpatch.report import say
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class GuardCallback(TrainerCallback, ExportableState):
                 "use DDP or FSDP2, or leave the callback out"
             )
         model: Any = trainer.model_wrapped
-        inner = unwrapped(optimizer)
+        inner = torch_optimizer("guard", optimizer)
         parameters = trained_parameters(model, inner)
         warnings = check(model, inner, parameters, scaled=accelerator.scaler is not None)
         self.judge = Judge(

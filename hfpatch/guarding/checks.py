@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.optimizers import parameters_by_id
 from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.guarding.gradient_norms import is_distributed
@@ -18,11 +19,6 @@ from hfpatch.model.walk import peek
 
 STRAY = "not the model's: parameter of the optimizer"
 """Prefix of the name of a parameter that the optimizer holds and the model does not."""
-
-
-def parameters_by_id(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
-    """Return an optimizer's parameters, by id."""
-    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ from torch import nn
 from hfpatch.compat.accelerate import says_skipped
 from hfpatch.deprecated import keywords
 from hfpatch.errors import InputError
-from hfpatch.given import FLAG, REAL, WHOLE, having, optional, want
+from hfpatch.given import FLAG, REAL, WHOLE, having, optional, torch_optimizer, want
 from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.gradient_norms import clip_
 from hfpatch.guarding.history import OnSpike
@@ -23,7 +23,7 @@ from hfpatch.guarding.judge import Judge, Verdict
 from hfpatch.guarding.ledger import Limits
 from hfpatch.guarding.outcome import Facts, Outcome
 from hfpatch.guarding.recorder import BOX, Box, record_and_raise
-from hfpatch.guarding.stepping import check_arguments, keeps_on_device, unwrapped, update_parameters
+from hfpatch.guarding.stepping import check_arguments, keeps_on_device, update_parameters
 from hfpatch.model.walk import root_module
 from hfpatch.report import say
 
@@ -140,7 +140,7 @@ class Guard:
         if accelerator is not None:
             self.accumulation_steps = int(accelerator.gradient_accumulation_steps)
         self._given = optimizer
-        self.optimizer = unwrapped(optimizer)
+        self.optimizer = torch_optimizer("guard", optimizer)
         scaler = scaler if scaler is not None else getattr(optimizer, "scaler", None)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         parameters = trained_parameters(model, self.optimizer)

@@ -1,4 +1,4 @@
-"""The optimizer of a guarded run: torch's own inside wrappers, the parameters it holds, and whether it can skip."""
+"""The optimizer of a guarded run: the parameters it holds, and whether it can skip a step."""
 
 from __future__ import annotations
 
@@ -8,27 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.compat.optimizers import skips_itself
+from hfpatch.compat.optimizers import parameters_by_id, skips_itself
 from hfpatch.errors import InputError
-from hfpatch.guarding.checks import check, outside, parameters_by_id, trained_parameters
+from hfpatch.guarding.checks import check, outside, trained_parameters
 from hfpatch.guarding.judge import Judge
 from hfpatch.guarding.ledger import Limits
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside one that accelerate prepared.
-
-    Raises:
-        InputError: There is no torch optimizer.
-    """
-    inner: Any = optimizer
-    while type(inner).__module__.startswith("accelerate."):
-        inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise InputError(
-            f"guard: want a torch optimizer, or one that accelerate prepared; got {type(optimizer).__name__}"
-        )
-    return inner
 
 
 def update_parameters(judge: Judge, model: nn.Module, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hfpatch.compat import dynamo, hooks, implementation
 from hfpatch.compat.modules import children
 from hfpatch.compat.peft import halves, has_own_adapters
 from hfpatch.dtypes import dtype_name
+from hfpatch.lora.merging import Merge, merge_of
 from hfpatch.model.cast_buffers import cast_buffers, described
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.roles import Stack, weights_dtype
@@ -107,7 +108,8 @@ class Adapter:
     """A PEFT adapter: its name, its type (LORA, ...) and whether it is active.
 
     `layers` is the number of layers in which it has two halves, and `zero` the number of those in which one is 0, so
-    that it changes nothing there; weights on meta count as not 0.
+    that it changes nothing there; weights on meta count as not 0. If the base weights are in half precision, `merge` is
+    what merging in their dtype would keep of its update; else None.
     """
 
     name: str
@@ -115,10 +117,11 @@ class Adapter:
     active: bool
     layers: int = 0
     zero: int = 0
+    merge: Merge | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: name, kind, active, layers, zero."""
-        return dict(vars(self))
+        """As JSON: name, kind, active, layers, zero, merge: null or dtype, kept, in_float32."""
+        return {**vars(self), "merge": None if self.merge is None else self.merge.to_dict()}
 
 
 def _renamed(values: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +318,8 @@ def adapters(survey: Survey) -> tuple[Adapter, ...]:
             if name not in found:
                 own = [(a, b) for a, b in pairs if name in a.split(".")]
                 zero = sum(_is_zero(named[a]) or _is_zero(named[b]) for a, b in own)
-                found[name] = Adapter(name, str(getattr(kind, "value", kind)), name in active, len(own), zero)
+                merge = survey.once(("merge", id(module), name), partial(merge_of, module.modules(), name))
+                found[name] = Adapter(name, str(getattr(kind, "value", kind)), name in active, len(own), zero, merge)
     return tuple(found.values())
 
 

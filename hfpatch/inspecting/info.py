@@ -151,6 +151,8 @@ def _adapter(a: Adapter) -> str:
     if a.zero:
         changes = "changes nothing so far" if a.zero == a.layers else "changes only the others"
         state += f", a half is 0 in {a.zero} of {a.layers} layers: it {changes}"
+    if a.merge is not None:
+        state += f", {a.merge}"
     return f"{a.name} ({a.kind}){state}"
 
 

@@ -47,6 +47,7 @@ class Matrix:
         block: Path of the block it lies in; None outside blocks.
         parameter: Whether it is a bare parameter and not a linear map's weight.
         refusal: Why an adapter on it would be refused or bypassed; empty if it would work.
+        unused: True if the loss never sees its output.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Matrix:
     block: str | None
     parameter: bool = False
     refusal: str = ""
+    unused: bool = False
 
 
 class Reading(Layout):
@@ -113,7 +115,9 @@ class Reading(Layout):
         if path in self.sizes:
             kind = "routed expert" if path in self._listed_experts else "router" if path in self.routers else "map"
             size = self.sizes[path]
-            yield Matrix(path, kind, size[0] * size[1], block, refusal=self._refusal(place))
+            yield Matrix(
+                path, kind, size[0] * size[1], block, refusal=self._refusal(place), unused=path in self._unused
+            )
             return
         own = {name: p for name, p in own_parameters(place.module).items() if dims(p) > 1 and "bias" not in name}
         if not own or is_norm(place.module) or isinstance(place.module, (nn.Embedding, CONVOLUTIONS)):
@@ -156,7 +160,11 @@ class Reading(Layout):
             if not isinstance(self.places[below.rpartition(".")[0]].module, nn.MultiheadAttention)
         }
         divided = {path: DIVIDED.format(2**exponent) for path, exponent in scaled_maps(modules).items()}
-        return found | divided | unused(self)
+        return found | divided | self._unused
+
+    @cached_property
+    def _unused(self) -> dict[str, str]:
+        return unused(self)
 
     @cached_property
     def _kind(self) -> str:

@@ -23,6 +23,8 @@ class Coverage:
         layers: Number of layers with at least one adapted matrix.
         of_layers: Number of layers.
         of_experts: Number of the routed experts' weights, included in `of_weights`.
+        unused: Number of matrices in these blocks whose output the loss never sees. Neither they nor layers of nothing
+            else are counted above.
     """
 
     weights: int
@@ -30,6 +32,7 @@ class Coverage:
     layers: int
     of_layers: int
     of_experts: int = 0
+    unused: int = 0
 
     @property
     def percent(self) -> float:
@@ -42,6 +45,8 @@ class Coverage:
         text = f"{_percent(self.percent)} of block weights, {self.layers} of {self.of_layers} layers"
         if self.of_experts and self.of_weights - self.of_experts < self.of_weights:
             text += f" (routed experts are {_percent(100 * self.of_experts / self.of_weights)})"
+        if self.unused:
+            text += f" (not counted: {self.unused} matrices that the loss never sees)"
         return text
 
 
@@ -201,9 +206,12 @@ def targets_of(reading: Reading, scope: str, *, experts: bool = False, router: b
 
 def coverage_of(reading: Reading, matrices: list[Matrix], adapted: set[str]) -> Coverage:
     """Return the coverage of the blocks that contain these matrices, given the adapted paths."""
-    inside = [m for m in matrices if m.block is not None]
+    unused = [m for m in matrices if m.block is not None and m.unused]
+    inside = [m for m in matrices if m.block is not None and not m.unused]
     homes = {reading.home(m.block) for m in inside if m.block is not None}
+    used = {reading.layer(m.block) for m in inside if m.block is not None}
     blocks = {reading.layer(block) for home in homes for block in reading.blocks[home]}
+    blocks -= {reading.layer(m.block) for m in unused if m.block is not None} - used
     hit = [m for m in inside if m.path in adapted]
     return Coverage(
         weights=sum(m.weights for m in hit),
@@ -211,6 +219,7 @@ def coverage_of(reading: Reading, matrices: list[Matrix], adapted: set[str]) -> 
         layers=len({reading.layer(m.block) for m in hit if m.block is not None}),
         of_layers=len(blocks),
         of_experts=sum(m.weights for m in inside if m.kind == "routed expert"),
+        unused=len(unused),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,13 @@ def adapter_findings(folder: Path, model: object) -> tuple[list[Found], list[Fou
     """
     from hfpatch.lora.landing import landing
 
-    config = _config(folder)
+    config, build = _config(folder), _builder(model)
     try:
         tensors = read_header(folder / WEIGHTS)
     except InputError as error:
         return [Found("broken file", WEIGHTS, "", str(error))], []
     try:
-        found = landing(lambda: _built(model), config, _shapes(folder / WEIGHTS, [t.name for t in tensors]))
+        found = landing(build, config, _shapes(folder / WEIGHTS, [t.name for t in tensors]))
     except InputError as error:
         return [Found("adapter does not fit", WEIGHTS, "", str(error))], []
     return _findings(found), [_note(found)]
@@ -110,8 +111,12 @@ def _shapes(file: Path, names: list[str]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(held.get_slice(name).get_shape()) for name in names}
 
 
-def _built(model: object) -> PreTrainedModel:
-    """Return a model on meta, without adapters, of a name or a config, or of a loaded model's class and config."""
+def _builder(model: object) -> Callable[[], PreTrainedModel]:
+    """Return what builds a model on meta, without adapters: of a name or a config, or of a loaded model's class.
+
+    Raises:
+        InputError: There is no such model, or it is none of transformers'.
+    """
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from hfpatch.compat import initial
@@ -120,11 +125,9 @@ def _built(model: object) -> PreTrainedModel:
     from hfpatch.model.walk import stock_class
     from hfpatch.model.wrapping import unwrap
 
-    if isinstance(model, (str, Path)):
-        return build_on_meta(load_config(model))
-    if isinstance(model, PreTrainedConfig):
-        return build_on_meta(model)
+    if isinstance(model, (str, Path, PreTrainedConfig)):
+        return partial(build_on_meta, model if isinstance(model, PreTrainedConfig) else load_config(model))
     inner = unwrap(Survey(model).root)
     if not isinstance(inner, PreTrainedModel):
         raise InputError(f"scan: model: want a transformers model, a name or a config, got {type(inner).__name__}")
-    return initial.without_weights(stock_class(inner) or type(inner), inner.config, inner.dtype)
+    return partial(initial.without_weights, stock_class(inner) or type(inner), inner.config, inner.dtype)

@@ -9,8 +9,9 @@ only a part of the intended layers, and the loss stays higher than it should.
 Each active LoRA adapter of a PEFT model gains a layer on every linear map it misses in its blocks: the language
 model's if it adapts that, a tower's only if it adapts the tower, and only the blocks that its config selects by index,
 if it does. Routed experts, routers, heads, embeddings and projectors are left alone. Existing layers keep their weights
-and identity; `target_modules` of the config becomes the union, so saving and loading work. The new parameters are in
-`handle.new_parameters`, for the optimizer.
+and identity; `target_modules` of the config becomes the union, so saving and loading work. `handle.add_to(optimizer)`
+gives the new parameters to an optimizer that exists, each in the group of its siblings; `handle.new_parameters` are
+they.
 
 ## Numerics
 adds-parameters. A is drawn as in PEFT (from torch's global generator, with as many draws as PEFT would

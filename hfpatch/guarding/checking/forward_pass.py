@@ -105,6 +105,7 @@ def forward_pass(
     training: bool = False,
     autocast: torch.dtype | None = None,
     instead: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
+    within: contextlib.AbstractContextManager[object] | None = None,
     compiled: bool = False,
     seed: int = 0,
 ) -> Passed:
@@ -116,6 +117,7 @@ def forward_pass(
         training: True for training mode, in which nothing is dropped; False for evaluation mode.
         autocast: Dtype of an autocast region around it.
         instead: Tensors that the model computes with in place of parameters of its own, which are not written.
+        within: A context that changes the model for the pass.
         compiled: True if a module of the model is compiled: all of it runs uncompiled.
         seed: Of torch's random state during the pass.
     """
@@ -128,7 +130,12 @@ def forward_pass(
         before = _random_state(device)
         try:
             model.train(training)
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None), whole, reads:
+            with (
+                within or contextlib.nullcontext(),
+                torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+                whole,
+                reads,
+            ):
                 output = with_others(model, lambda: model(**given), instead)
         except REJECTIONS as error:
             return Passed(error=error)

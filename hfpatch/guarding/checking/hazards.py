@@ -11,11 +11,12 @@ from torch import nn
 
 from hfpatch.given import MAPPING, optional, want
 from hfpatch.guarding.checking import forwards, joined, measured, packed, precision, rounding
-from hfpatch.guarding.checking.adapting import adapters, evaluated, gates, ties
+from hfpatch.guarding.checking.adapting import adapters, dora, evaluated, gates, ties
 from hfpatch.guarding.checking.hazard import Hazard, Hazards
 from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.guarding.checking.rehearsal import FORWARD
 from hfpatch.guarding.checking.subject import Subject
+from hfpatch.inspecting import facts
 
 MAKE_NO_NAN = (
     "nothing-trains", "bf16-under-scaler", "no-bf16-here", "loss-not-divided", "checkpointing-cuts-off", "step-raises",
@@ -26,6 +27,9 @@ MAKE_NO_NAN = (
     "tied-no-more",
 )  # fmt: skip
 """Hazards that make no NaN, so the log hides nothing about them."""
+
+KEPT = 0.99
+"""Share of an adapter's update that a merge should keep."""
 
 SHOWN = 5
 """Number of keys that a remark names."""
@@ -70,6 +74,7 @@ def check(
     step = Measurement(subject, batch) if batch is not None and subject.alone is None and subject.loaded else None
     found = [
         *_nothing_trains(subject),
+        *(dora.zero_rows(subject, step) if subject.loaded else ()),
         *([] if step is None else _of_the_step(step)),
         *precision.float16_parameters(subject),
         *precision.bfloat16_under_scaler(subject),
@@ -124,6 +129,10 @@ def _read(subject: Subject, step: Measurement | None) -> Iterator[str]:
     if subject.loaded:
         yield "buffers, against those that from_pretrained leaves"
         yield "whether heads and embeddings that the config ties share a weight"
+        if dora.layers(subject):
+            yield "the norms of rows by which DoRA divides"
+        if any(adapter.merge is not None for adapter in facts.adapters(subject.survey)):
+            yield "what a merge in half precision keeps of an adapter"
     if subject.settings is not None:
         yield "the training arguments"
     if subject.optimizer is not None or subject.settings is not None:
@@ -217,5 +226,11 @@ def _remarks(subject: Subject) -> Iterator[str]:
             "frozen parts and another dtype= are not known"
         )
     yield from subject.of_the_optimizer()
+    for adapter in facts.adapters(subject.survey):
+        if adapter.merge is not None and adapter.merge.kept < KEPT:
+            yield (
+                f"adapter {adapter.name!r} as it is now: {adapter.merge}; load the base in float32 to merge it, and "
+                "save that in float32, or serve the adapter unmerged"
+            )
     if subject.settings is not None and subject.device is not None and subject.device.type == "cpu" and subject.scaled:
         yield "on the CPU accelerate ignores fp16=True: it trains without autocast and without a GradScaler"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class Measurement:
         *,
         training: bool = False,
         instead: Mapping[nn.Parameter, torch.Tensor] | None = None,
+        within: contextlib.AbstractContextManager[object] | None = None,
         cost: float = FORWARD,
         seed: int = 0,
     ) -> Passed:
@@ -140,6 +142,7 @@ class Measurement:
             changed: Values in place of those of the batch; None leaves one out.
             training: True for training mode, in which nothing is dropped.
             instead: Tensors in place of parameters; None for those of `at_noise`.
+            within: A context that changes the model for the pass.
             cost: What it costs, in training steps.
             seed: Of the random state.
         """
@@ -153,6 +156,7 @@ class Measurement:
             training=training,
             autocast=subject.autocast,
             instead=self.at_noise if instead is None else instead,
+            within=within,
             compiled=bool(subject.survey.compiled),
             seed=seed,
         )

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hfpatch.compat.optimizers import parameters_by_id
 from hfpatch.errors import InputError
-from hfpatch.given import shown
+from hfpatch.given import shown, torch_optimizer
 from hfpatch.guarding.checking.forwards import is_reentrant
 from hfpatch.guarding.checking.settings import Settings, read_settings
-from hfpatch.guarding.checks import clean_name, outside, parameters_by_id
+from hfpatch.guarding.checks import clean_name, outside
 from hfpatch.guarding.gradient_norms import is_distributed
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import peek
@@ -50,9 +51,7 @@ class Subject:
         self.settings: Settings | None = None if args is None else read_settings(args)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            from hfpatch.guarding.stepping import unwrapped
-
-            self.optimizer = unwrapped(optimizer)
+            self.optimizer = torch_optimizer("check", optimizer)
             if not self.parameters:
                 raise InputError(
                     f"check: {type(self.optimizer).__name__} holds {len(parameters_by_id(self.optimizer))} parameters, "
