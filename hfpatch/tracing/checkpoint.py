@@ -21,9 +21,23 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hfpatch.errors import InputError
 from hfpatch.model.embed import find_embedding
-from hfpatch.model.source import CONFIG, REJECTIONS, load_config, model_class
+from hfpatch.model.source import (
+    CONFIG,
+    REJECTIONS,
+    build_on_meta,
+    check_loads_nothing,
+    load_config,
+    model_class,
+)
+from hfpatch.untrusted.adapter_config import CONFIG as ADAPTER
+from hfpatch.untrusted.adapter_config import read_adapter_config
+from hfpatch.untrusted.hub_code import code_of_model, kernels_of_weights
+from hfpatch.untrusted.ordinary import DATA, brief, check_folder, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+TOKENIZER = "tokenizer_config.json"
+PER_BYTE, LOOSE = 16, 2**26
+"""Weights that a config may describe: so many for each byte of the files, and so many more."""
 LONGEST = 300
 """Characters of another library's message that are quoted."""
 
@@ -113,9 +127,11 @@ def load(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights or no tokenizer there, or they do not fit the config.
     """
-    folder = _folder(name, load_config(name, trust_remote_code=trust_remote_code))
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    folder = _folder(name, config)
     _check_weights(name, folder)
-    tokenizer = _tokenizer(name, folder, trust_remote_code)
+    _check_files(name, folder, config, trust_remote_code)
+    tokenizer = _tokenizer(name, folder, config, trust_remote_code)
     model, missing, unexpected = load_model(
         name, dtype=dtype, device=device, attention=attention, trust_remote_code=trust_remote_code
     )
@@ -151,7 +167,7 @@ def load_model(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights there, or they do not fit the config.
     """
-    if attention is not None and "/" in attention and not trust_remote_code:
+    if not trust_remote_code and code_of_model({"attention_implementation": attention}):
         raise InputError(
             f"{name}: attention={attention!r} is code from the hub, which is not run by default; read that code, then "
             "pass trust_remote_code=True (--trust-remote-code)"
@@ -159,6 +175,7 @@ def load_model(
     config = load_config(name, trust_remote_code=trust_remote_code)
     folder = _folder(name, config)
     _check_weights(name, folder)
+    _check_files(name, folder, config, trust_remote_code)
     model, told = _model(
         name,
         folder,
@@ -222,10 +239,69 @@ def _check_weights(name: str, folder: Path) -> None:
     raise InputError(f"{name}: its weights are not in the local hub cache; download them first (hf download {name})")
 
 
-def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> Any:
+def _check_files(name: str, folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Check the files that transformers reads beside the config, before it does.
+
+    Raises:
+        InputError: One is not an ordinary file, is too large, names a file that is not one, or would have code or
+            another model loaded; or the config describes far more weights than there are.
+    """
+    try:
+        check_folder(folder)
+    except InputError as error:
+        raise InputError(f"{name}: {error}; name a directory of saved files") from error
+    if (folder / ADAPTER).exists():
+        read_adapter_config(folder, trust_remote_code=trust_remote_code)
+    if (named := folder / TOKENIZER).exists():
+        for key, file in _json(named).items():
+            if key.endswith("_file") and isinstance(file, str) and not _may_be_opened(file):
+                raise InputError(f"{named}: {key} names {brief(file)}, which is not an ordinary file; remove the key")
+    shards = [SAFE_WEIGHTS_NAME]
+    if not (folder / SAFE_WEIGHTS_NAME).exists():
+        listed = _json(index := folder / SAFE_WEIGHTS_INDEX_NAME).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
+            raise InputError(f"{index}: want a weight_map from tensors to file names; save the model again")
+        shards = sorted(set(listed.values()))
+        if away := next((shard for shard in shards if not (folder / shard).is_file() or Path(shard).name != shard), ""):
+            raise InputError(f"{index}: it names {brief(away)}, which is no file beside it; download it")
+    held = sum((folder / shard).stat().st_size for shard in shards)
+    count = sum(p.numel() for p in build_on_meta(config, trust_remote_code=trust_remote_code).parameters())
+    if count > LOOSE + PER_BYTE * held:
+        raise InputError(
+            f"{name}: its config describes {count:,} weights, and its files have {held:,} bytes; correct the config"
+        )
+    if not trust_remote_code and (method := kernels_of_weights(vars(config))):
+        raise InputError(
+            f"{name}: its weights are quantised by {method}, whose layers transformers would load from the hub, and "
+            "which was not asked; name an unquantised checkpoint, or pass trust_remote_code=True (--trust-remote-code)"
+        )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = read_json(file, DATA)
+    except (FileNotFoundError, InputError) as error:
+        why = error if isinstance(error, InputError) else "there is no such file"
+        raise InputError(f"{file}: {why}; save it again") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{file}: want a JSON object; save it again")
+    return values
+
+
+def _may_be_opened(file: str) -> bool:
+    """True if a path is that of an ordinary file, or of none."""
+    try:
+        return Path(file).is_file() or not Path(file).exists()
+    except (OSError, ValueError):  # too long, or a null byte: it is not opened either
+        return True
+
+
+def _tokenizer(name: str, folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     auto: Any = transformers.AutoTokenizer
     try:
-        tokenizer = auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = auto.from_pretrained(
+            folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:
         if not isinstance(error, REJECTIONS) and type(error) is not Exception:  # the tokenizers library raises that
             raise
@@ -246,6 +322,8 @@ def _any_of(names: Iterable[str]) -> str:
 
 def _model(name: str, folder: Path, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     cls: Any = model_class(config)
+    if not options["trust_remote_code"]:
+        check_loads_nothing(config, cls, name)
     try:
         model, told = cls.from_pretrained(
             folder,
@@ -256,7 +334,7 @@ def _model(name: str, folder: Path, config: PreTrainedConfig, **options: Any) ->
             ignore_mismatched_sizes=True,  # raised below, by name
             **{k: v for k, v in options.items() if v is not None},
         )
-    except (*REJECTIONS, SafetensorError) as error:
+    except (*REJECTIONS, SafetensorError, MemoryError) as error:
         raise InputError(f"{name}: {cls.__name__} cannot be loaded: {reason(error)}") from error
     if told["mismatched_keys"]:
         key, held, wanted = sorted(told["mismatched_keys"])[0]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import stat
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +24,7 @@ from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import RUN_AGAIN, unwrapped
 from hfpatch.patching.verifying.same_weights import difference, files_seen, weights_seen
 from hfpatch.report.files import write_atomically
+from hfpatch.untrusted.ordinary import parsed_json, read_ordinary
 
 if TYPE_CHECKING:
     from hfpatch.model.survey import Survey
@@ -114,18 +113,11 @@ def _read(file: Path) -> bytes | None:
         UnusableError: It is something else, too large, or cannot be read.
     """
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise UnusableError("it is not an ordinary file")
-        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
-        with os.fdopen(handle, "rb") as data:
-            raw = data.read(MOST + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
-    except (FileNotFoundError, NotADirectoryError):
+        return read_ordinary(file, MOST)
+    except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UnusableError(f"it cannot be read ({error.strerror or error})") from error
-    if len(raw) > MOST:
-        raise UnusableError(f"it is larger than {MOST:,} bytes")
-    return raw
+    except InputError as error:
+        raise UnusableError(str(error)) from error
 
 
 def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
@@ -135,7 +127,7 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
         UnusableError: It is damaged, newer, or of another model.
     """
     try:
-        whole = json.loads(raw)
+        whole = parsed_json(raw)
         schema = whole["schema"]
         if type(schema) is int and schema > SCHEMA:
             raise UnusableError(f"a newer hfpatch wrote it (schema {schema}, known here is {SCHEMA})")
@@ -153,6 +145,8 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
             other = "its files of weights are others"
     except UnusableError:
         raise
+    except InputError as error:
+        raise UnusableError(str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError) as error:
         raise UnusableError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
     there = {_above(path, at) for at, _ in model.named_modules()}
