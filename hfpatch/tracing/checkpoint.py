@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.source import (
     CONFIG,
@@ -36,6 +37,7 @@ from hfpatch.untrusted.ordinary import DATA, brief, check_folder, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TOKENIZER = "tokenizer_config.json"
+WEIGHTS, INDEX = ".safetensors", ".safetensors.index.json"
 PER_BYTE, LOOSE = 16, 2**26
 """Weights that a config may describe: so many for each byte of the files, and so many more."""
 LONGEST = 300
@@ -256,14 +258,7 @@ def _check_files(name: str, folder: Path, config: PreTrainedConfig, trust_remote
         for key, file in _json(named).items():
             if key.endswith("_file") and isinstance(file, str) and not _may_be_opened(file):
                 raise InputError(f"{named}: {key} names {brief(file)}, which is not an ordinary file; remove the key")
-    shards = [SAFE_WEIGHTS_NAME]
-    if not (folder / SAFE_WEIGHTS_NAME).exists():
-        listed = _json(index := folder / SAFE_WEIGHTS_INDEX_NAME).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
-            raise InputError(f"{index}: want a weight_map from tensors to file names; save the model again")
-        shards = sorted(set(listed.values()))
-        if away := next((shard for shard in shards if not (folder / shard).is_file() or Path(shard).name != shard), ""):
-            raise InputError(f"{index}: it names {brief(away)}, which is no file beside it; download it")
+    shards = _shards(folder, config)
     held = sum((folder / shard).stat().st_size for shard in shards)
     count = sum(p.numel() for p in build_on_meta(config, trust_remote_code=trust_remote_code).parameters())
     if count > LOOSE + PER_BYTE * held:
@@ -275,6 +270,31 @@ def _check_files(name: str, folder: Path, config: PreTrainedConfig, trust_remote
             f"{name}: its weights are quantised by {method}, whose layers transformers would load from the hub, and "
             "which was not asked; name an unquantised checkpoint, or pass trust_remote_code=True (--trust-remote-code)"
         )
+
+
+def _shards(folder: Path, config: PreTrainedConfig) -> list[str]:
+    """Return the files of weights that transformers reads, which are safetensors in the folder.
+
+    Raises:
+        InputError: One would be something else.
+    """
+    named: Any = getattr(config, "transformers_weights", None)  # a file that the config names in place of the usual one
+    first = named or (SAFE_WEIGHTS_NAME if (folder / SAFE_WEIGHTS_NAME).exists() else SAFE_WEIGHTS_INDEX_NAME)
+    if isinstance(first, str) and first.endswith(INDEX):
+        where: Any = _json(folder / first).get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+            raise InputError(f"{folder / first}: want a weight_map from tensors to file names; save the model again")
+        shards: list[Any] = sorted(set(where.values()))
+    else:
+        shards = [first]
+    for shard in shards:
+        if not isinstance(shard, str) or not shard.endswith(WEIGHTS) or Path(shard).name != shard:
+            raise InputError(
+                f"{folder}: it names {shown(shard)} as its weights; want a safetensors file beside its config"
+            )
+        if not (folder / shard).is_file():
+            raise InputError(f"{folder}: {brief(shard)}, which it names as its weights, is not there; download it")
+    return shards
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.untrusted.ordinary import brief, parsed_json, read_ordinary
@@ -152,6 +154,16 @@ def settings_file(path: Path) -> dict[str, Any]:
     return {str(k): v for k, v in value.items()}
 
 
+class _WithoutAliases(yaml.SafeLoader):
+    """A safe loader that takes neither anchors nor aliases."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if event.anchor is not None:
+            raise InputError(f"line {event.start_mark.line + 1} has an anchor or an alias; write the value out")
+        return super().compose_node(parent, index)
+
+
 def _yaml(text: str) -> Any:
     """Return what `yaml.safe_load` does, as the Trainer's own parser reads a file.
 
@@ -160,18 +172,14 @@ def _yaml(text: str) -> Any:
     Raises:
         InputError: It is not YAML, or a value does not fit its tag; the message is without the file's name.
     """
-    import yaml
-
     try:
-        for token in yaml.scan(text, Loader=yaml.SafeLoader):
-            if isinstance(token, (yaml.AliasToken, yaml.AnchorToken)):
-                raise InputError(f"line {token.start_mark.line + 1} has an anchor or an alias; write the value out")
-        tree: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _WithoutAliases(text)
+        tree: Any = loader.get_single_node()
         if isinstance(tree, yaml.MappingNode):
             keys = [key.value for key, _ in tree.value if isinstance(key, yaml.ScalarNode)]
             if again := next((key for at, key in enumerate(keys) if key in keys[:at]), ""):
                 raise InputError(f"it names {brief(again)} twice")
-        return yaml.safe_load(text)
+        return None if tree is None else loader.construct_document(tree)
     except yaml.YAMLError as error:
         mark: Any = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
