@@ -129,14 +129,9 @@ def load(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights or no tokenizer there, or they do not fit the config.
     """
-    config = load_config(name, trust_remote_code=trust_remote_code)
-    folder = _folder(name, config)
-    _check_weights(name, folder)
-    _check_files(name, folder, config, trust_remote_code)
+    config, folder = _checked(name, attention, trust_remote_code)
     tokenizer = _tokenizer(name, folder, config, trust_remote_code)
-    model, missing, unexpected = load_model(
-        name, dtype=dtype, device=device, attention=attention, trust_remote_code=trust_remote_code
-    )
+    model, missing, unexpected = _loaded(name, folder, config, dtype, device, attention, trust_remote_code)
     if model.main_input_name != "input_ids":
         raise InputError(
             f"{name}: {type(model).__name__} takes {model.main_input_name}, not text; trace it in Python on your own "
@@ -169,6 +164,12 @@ def load_model(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights there, or they do not fit the config.
     """
+    config, folder = _checked(name, attention, trust_remote_code)
+    return _loaded(name, folder, config, dtype, device, attention, trust_remote_code)
+
+
+def _checked(name: str, attention: str | None, trust_remote_code: bool) -> tuple[PreTrainedConfig, Path]:
+    """Return the config and the directory of a checkpoint, once everything that is about to be read was looked at."""
     if not trust_remote_code and code_of_model({"attention_implementation": attention}):
         raise InputError(
             f"{name}: attention={attention!r} is code from the hub, which is not run by default; read that code, then "
@@ -178,6 +179,18 @@ def load_model(
     folder = _folder(name, config)
     _check_weights(name, folder)
     _check_files(name, folder, config, trust_remote_code)
+    return config, folder
+
+
+def _loaded(
+    name: str,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    attention: str | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]:
     model, told = _model(
         name,
         folder,

@@ -13,7 +13,7 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.untrusted.ordinary import brief
 
-IMPLEMENTATION = "_implementation"
+IMPLEMENTATION = "implementation"
 EXPERTS = ("deepgemm", "sonicmoe")
 """Ways to run experts that transformers loads from the hub when they first run."""
 KERNELS = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "nvfp4")

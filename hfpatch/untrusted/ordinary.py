@@ -17,8 +17,8 @@ VALUES = 2**21
 """Largest number of values in a JSON file. One costs up to 250 bytes in memory, and two in the file."""
 DATA = 128 * 2**20
 """Largest size in bytes of a file beside the weights; the largest tokenizers have some 35 MB."""
-WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".onnx_data")
-"""Endings of files that may be larger. They are not read whole, or not at all."""
+READ_WHOLE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab")
+"""Endings of the files beside the weights that a loader reads whole."""
 
 
 def read_ordinary(path: str | Path, most: int, *, beginning: bool = False) -> bytes:
@@ -114,8 +114,10 @@ def check_folder(folder: Path) -> None:
                 _check_kind(found)
             except InputError as error:
                 raise InputError(f"{entry.name} in it cannot be used: {error}") from error
-            if found.st_size > DATA and not entry.name.endswith(WEIGHTS):
-                raise InputError(f"{entry.name} in it has {found.st_size:,} bytes, and at most {DATA:,} are read")
+            if found.st_size > DATA and entry.name.endswith(READ_WHOLE):
+                raise InputError(
+                    f"{entry.name} in it has {found.st_size:,} bytes, and at most {DATA:,} are read; move it elsewhere"
+                )
 
 
 def brief(name: str) -> str:

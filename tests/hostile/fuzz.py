@@ -322,6 +322,7 @@ def main() -> None:
     words.add_argument("--markdown", type=Path, help="write a table here")
     given = words.parse_args()
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     site = traps.install(Path(tempfile.mkdtemp(prefix="hfpatch-fuzz-")))
     sys.path.insert(0, str(site))
     found = {kind: run(kind, given.count, given.first) for kind in given.kind or KINDS}

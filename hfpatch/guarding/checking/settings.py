@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +19,8 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.untrusted.ordinary import brief, parsed_json, read_ordinary
 
-MAX_BYTES = 2**18
-"""Largest file of training arguments that is read, in bytes; a usual one has some five thousand."""
+MAX_BYTES = 2**16
+"""Largest file of training arguments that is read, in bytes: two seconds of YAML. A usual one has some five thousand."""
 PRECISIONS = ("no", "fp16", "bf16")
 LARGEST_BITS = 1024
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
@@ -177,7 +178,7 @@ def _yaml(text: str) -> Any:
         tree: Any = loader.get_single_node()
         if isinstance(tree, yaml.MappingNode):
             keys = [key.value for key, _ in tree.value if isinstance(key, yaml.ScalarNode)]
-            if again := next((key for at, key in enumerate(keys) if key in keys[:at]), ""):
+            if again := next((key for key, times in Counter(keys).items() if times > 1), ""):
                 raise InputError(f"it names {brief(again)} twice")
         return None if tree is None else loader.construct_document(tree)
     except yaml.YAMLError as error:
