@@ -20,7 +20,7 @@ from hfpatch.given import shown
 from hfpatch.untrusted.ordinary import brief, parsed_json, read_ordinary
 
 MAX_BYTES = 2**16
-"""Largest file of training arguments that is read, in bytes: two seconds of YAML. A usual one has some five thousand."""
+"""Largest file of training arguments that is read, in bytes: a second of YAML. A usual one has 5,000."""
 PRECISIONS = ("no", "fp16", "bf16")
 LARGEST_BITS = 1024
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
