@@ -45,13 +45,13 @@ def code_of_model(values: Mapping[str, Any]) -> str:
     for key, value in texts(values):
         if IMPLEMENTATION in key:
             if "/" in value:
-                return f"{key} names code on the hub ({brief(value)}), which was not run"
+                return f"{brief(key)} names code on the hub ({brief(value)}), which was not run"
             if (flash := _FLASH.fullmatch(value)) is not None and _is_fetched(flash[1]):
-                return f"{key} is {value!r}, which is not installed, so transformers would load it from the hub"
+                return f"{brief(key)} is {value!r}, which is not installed, so transformers would load it from the hub"
             if "experts" in key and value in EXPERTS:
-                return f"{key} is {value!r}, which transformers loads from the hub"
+                return f"{brief(key)} is {value!r}, which transformers loads from the hub"
         elif _TIMM_PLACE.match(value):
-            return f"{key} names a model of timm that is elsewhere ({brief(value)}), which was not loaded"
+            return f"{brief(key)} names a model of timm that is elsewhere ({brief(value)}), which was not loaded"
     for part in _parts(values):
         backbone, kind = part.get("backbone"), part.get("model_type")
         if isinstance(backbone, str) and part.get("backbone_config") is None:
@@ -97,7 +97,7 @@ def code_of_adapter(values: Mapping[str, Any]) -> str:
         if top not in ADAPTER_TEXTS and not top.endswith("_pattern"):
             for key, text in texts(value, top):
                 if text and (top, text) != ("megatron_core", "megatron.core") and not _CHOICE.search(key):
-                    return f"{top} names {brief(text)}, which PEFT may load or import and which was not"
+                    return f"{brief(top)} names {brief(text)}, which PEFT may load or import and which was not"
     return ""
 
 
@@ -108,7 +108,7 @@ def too_large(values: Mapping[str, Any]) -> str:
             inner: Any = value.items() if isinstance(value, Mapping) else [("", value)]
             for key, size in inner:
                 if isinstance(size, (int, float)) and not -LARGEST_SIZE <= size <= LARGEST_SIZE:
-                    return f"{top}.{key}".rstrip(".") + f" is {shown(size)}"
+                    return f"{brief(f'{top}.{key}'.rstrip('.'))} is {shown(size)}"
     return ""
 
 

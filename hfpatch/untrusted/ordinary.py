@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from hfpatch.errors import InputError
 
 VALUES = 2**21
 """Largest number of values in a JSON file. One costs up to 250 bytes in memory, and two in the file."""
+DEEPEST = 100
+"""Deepest nesting of a JSON file."""
 DATA = 128 * 2**20
 """Largest size in bytes of a file beside the weights; the largest tokenizers have some 35 MB."""
 READ_WHOLE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab")
@@ -71,7 +74,7 @@ def read_json(path: str | Path, most: int, *, once: bool = False) -> Any:
 
 
 def parsed_json(raw: bytes, *, once: bool = False) -> Any:
-    """Return the value that JSON describes. Its memory is bounded by `VALUES`, its nesting by Python's stack.
+    """Return the value that JSON describes. Its memory is bounded by `VALUES`, its nesting by `DEEPEST`.
 
     Raises:
         InputError: It is not JSON, nested too deep, or holds too many values.
@@ -79,7 +82,7 @@ def parsed_json(raw: bytes, *, once: bool = False) -> Any:
     if sum(map(raw.count, (b",", b"[", b"{"))) > VALUES:
         raise InputError(f"it holds more than {VALUES:,} values")
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_once if once else None)
+        value: Any = json.loads(raw.decode("utf-8"), object_pairs_hook=_once if once else None)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}: {error.msg.removesuffix(' at')}"
         raise InputError(f"it is not valid JSON ({at if error.doc else 'it is empty'})") from error
@@ -91,6 +94,12 @@ def parsed_json(raw: bytes, *, once: bool = False) -> Any:
         if isinstance(error, InputError):
             raise
         raise InputError("it holds a number of thousands of digits") from error
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [part for held in level for part in _inside(held)]
+    if level:
+        raise InputError("it is nested too deep")
+    return value
 
 
 def check_folder(folder: Path) -> None:
@@ -133,6 +142,12 @@ def _check_kind(found: os.stat_result) -> None:
     kinds = {"a directory": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a device": stat.S_ISCHR, "a socket": stat.S_ISSOCK}
     kind = next((name for name, fits in kinds.items() if fits(mode)), "a device")
     raise InputError(f"it is not an ordinary file but {kind}")
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield the objects and arrays in one."""
+    if isinstance(value, (dict, list)):
+        yield from (v for v in (value.values() if isinstance(value, dict) else value) if isinstance(v, (dict, list)))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

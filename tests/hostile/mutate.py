@@ -53,6 +53,15 @@ def bytes_of(raw: bytes, chance: Random) -> bytes:
 
 def value_of(value: Any, chance: Random) -> Any:
     """Return another JSON value: something in it is of another type, renamed, gone, or nested."""
+    try:
+        new = _changed(value, chance)
+        json.dumps(new)
+    except RecursionError:  # nested in what was nested
+        return copy.deepcopy(chance.choice(ODD))
+    return new
+
+
+def _changed(value: Any, chance: Random) -> Any:
     new = copy.deepcopy(value)
     for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
         places = list(_places(new))

@@ -38,7 +38,8 @@ def register(patch: Patch | str | os.PathLike[str], *, id: str | None = None) ->
     want("register", patch=(patch, PATCH), id=(id, optional(TEXT)))
     file = None if isinstance(patch, Patch) else Path(patch).expanduser()
     if file is not None and not _is_file(file):
-        raise InputError(f"register: no file {brief(str(file))!r}; give a patch file, as `hfpatch new` writes one")
+        named = brief(str(file))
+        raise InputError(f"register: there is no file {named!r}; give a patch file, as `hfpatch new` writes one")
     name = _checked(id if id is not None or file is None else file.stem.replace("_", "-"))
     if isinstance(patch, Patch):
         entry = Entry(name, patch, _file_of(patch), {}, registered=True)
