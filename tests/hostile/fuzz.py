@@ -17,14 +17,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from safetensors.torch import save_file
 
@@ -311,21 +315,26 @@ def table(found: dict[str, Counts]) -> str:
     return "\n".join([*lines, f"| all | {' | '.join(totals)} |"])
 
 
-def main() -> None:
-    import transformers
+def prepare() -> None:
+    """Make a process ready: the module that nobody may import is on its path."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    sys.path.insert(0, str(traps.install(Path(tempfile.mkdtemp(prefix="hfpatch-fuzz-")))))
 
+
+def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--count", type=int, default=10_000, help="mutations of each kind of file")
     words.add_argument("--kind", choices=[*KINDS], action="append", help="only this kind of file")
     words.add_argument("--first", type=int, default=0, help="the number of the first mutation")
+    words.add_argument("--processes", type=int, default=1, help="kinds of files at once")
     words.add_argument("--json", type=Path, help="write the counts here")
     words.add_argument("--markdown", type=Path, help="write a table here")
     given = words.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    site = traps.install(Path(tempfile.mkdtemp(prefix="hfpatch-fuzz-")))
-    sys.path.insert(0, str(site))
-    found = {kind: run(kind, given.count, given.first) for kind in given.kind or KINDS}
+    kinds = given.kind or list(KINDS)
+    with ProcessPoolExecutor(given.processes, get_context("spawn"), prepare) as pool:
+        counts = pool.map(run, kinds, repeat(given.count), repeat(given.first))
+        found = dict(zip(kinds, counts, strict=True))
     releases = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
     text = json.dumps({"releases": releases, "kinds": {kind: asdict(c) for kind, c in found.items()}}, indent=1)
     print(text)
