@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,13 @@ from hfpatch.model.wrapping import unwrapped
 from hfpatch.patching.apply import apply
 from hfpatch.patching.kinds.attention_names import STOCK
 from hfpatch.patching.manifest.file import FILE, Manifest, read
-from hfpatch.report.files import UnreadableError, read_ordinary
 from hfpatch.tracing.checkpoint import folder_of, load_model, reason
+from hfpatch.untrusted.adapter_config import CONFIG, read_adapter_config
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.patching.arguments import Names
-
-ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST = 16 * 2**20
-"""Largest size in bytes of an adapter's config."""
 
 
 def load(
@@ -63,21 +58,21 @@ def load(
     want("load", directory=(directory, PATH), device=(device, optional(DEVICE)), verbose=(verbose, FLAG))
     name = str(directory)
     there = Path(name).expanduser()
-    adapter = there / ADAPTER if "\0" not in name and (there / ADAPTER).is_file() else None
-    folder = there if adapter is not None else folder_of(name, load_config(name))
+    adapted = "\0" not in name and (there / CONFIG).is_file()
+    folder = there if adapted else folder_of(name, load_config(name))
     manifest = read(folder)
     if manifest is None:
         raise InputError(
             f"load: {name} holds no {FILE}, which applied.save(dir) writes beside a checkpoint; load the model with "
             "transformers and call hfpatch.apply(model)"
         )
-    base = name if adapter is None else _base(adapter)
+    base = _base(there) if adapted else name
     chosen = manifest.attention.get("")
     usable = {*implementation.taken(model_class(load_config(base)))} & {*STOCK}
     attention = chosen if chosen in usable else None
     device = None if device is None else torch.device(device)
     model: Any = load_model(base, dtype=_dtype(manifest), device=device, attention=attention)[0]
-    if adapter is not None:
+    if adapted:
         model = _with_adapter(model, folder)
     _in_their_dtypes(model, manifest)
     apply(model, manifest=folder, trust=trust, verbose=verbose)
@@ -105,12 +100,8 @@ def _in_their_dtypes(model: nn.Module, manifest: Manifest) -> None:
 
 
 def _base(adapter: Path) -> str:
-    """Return the name of the model that an adapter is for."""
-    try:
-        config: Any = json.loads(read_ordinary(adapter, MOST) or b"")
-        base = config["base_model_name_or_path"]
-    except (UnreadableError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InputError(f"load: {adapter} is no config of a PEFT adapter: {reason(error)}") from error
+    """Return the name of the model that the adapter in a folder is for."""
+    base = read_adapter_config(adapter).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(
             f"load: {adapter} names no base model; load that, add the adapter, then hfpatch.apply(model, manifest=dir)"
@@ -119,8 +110,6 @@ def _base(adapter: Path) -> str:
 
 
 def _with_adapter(model: Any, folder: Path) -> nn.Module:
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise InputError(f"load: {folder} holds no {ADAPTER_WEIGHTS}; a pickle is not read")
     try:
         from peft import PeftModel
 

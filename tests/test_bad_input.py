@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -35,6 +40,22 @@ class Silent:
         raise RuntimeError("asked")
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def itself(holder: Any) -> Any:
+    """A container that holds itself."""
+    if isinstance(holder, dict):
+        holder["x"] = holder
+    else:
+        holder.append(holder)
+    return holder
+
+
+def deep(depth: int) -> list[Any]:
+    out: list[Any] = []
+    for _ in range(depth):
+        out = [out]
+    return out
 
 
 ABSURD: dict[str, Any] = {
@@ -67,6 +88,47 @@ ABSURD: dict[str, Any] = {
     "dtype": torch.int8,
     "device": torch.device("cpu"),
     "silent": Silent(),
+}
+
+ODDER: dict[str, Any] = {
+    "numpy number": np.float64(0.5),
+    "numpy integer": np.int64(-3),
+    "numpy nan": np.float32("nan"),
+    "numpy array": np.ones(2),
+    "empty array": np.ones(0),
+    "numpy bool": np.True_,
+    "numpy text": np.str_("x"),
+    "decimal": Decimal("NaN"),
+    "fraction": Fraction(1, 3),
+    "range": range(3),
+    "frozenset": frozenset({"x"}),
+    "iterator": iter(()),
+    "empty tuple": (),
+    "empty bytes": b"",
+    "bytearray": bytearray(b"x"),
+    "path": Path("nowhere"),
+    "date": date(2001, 12, 14),
+    "ellipsis": ...,
+    "type": type,
+    "instance of a class without anything": type("Nothing", (), {"__slots__": ()})(),
+    "dict of itself": itself({}),
+    "list of itself": itself([]),
+    "deep list": deep(5000),
+    "long text": "x" * 100_000,
+    "text of no letters": "\ud800",
+    "lines": "x\ny",
+    "answers everything": MagicMock(),
+    "exception": ValueError("x"),
+    "error of a class": KeyboardInterrupt,
+    "empty tensor": torch.ones(0),
+    "meta tensor": torch.ones(2, device="meta"),
+    "sparse tensor": torch.ones(2).to_sparse(),
+    "integer tensor": torch.ones((), dtype=torch.int64),
+    "nan tensor": torch.tensor(math.nan),
+    "empty module": nn.Sequential(),
+    "module without a forward": nn.Module(),
+    "module list": nn.ModuleList([nn.Linear(2, 2)]),
+    "scripted": torch.Generator(),
 }
 
 
@@ -211,12 +273,22 @@ ANYTHING_WILL_DO = {("tiny_model", "hidden_size")}
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_absurd_arguments_get_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gets_a_sentence(name, ABSURD, monkeypatch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_odd_arguments_get_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gets_a_sentence(name, ODDER, monkeypatch, tmp_path)
+
+
+def gets_a_sentence(name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     function, usual, arguments = FUNCTIONS[name]
     wrong: list[str] = []
     for argument in arguments:
-        for label, value in ABSURD.items():
+        for label, value in values.items():
             try:
                 function(**{**usual(), argument: value})
             except InputError as error:

@@ -100,7 +100,7 @@ def test_bad_input_ends_in_2_with_a_sentence(brain: Path, tmp_path: Path) -> Non
         return "check", brain, "--args", written(tmp_path, name, text)
 
     assert "cannot be read (No such file" in bad("check", brain, "--args", tmp_path / "missing.yaml")
-    assert "cannot be read (Is a directory)" in bad("check", brain, "--args", tmp_path)
+    assert "is not an ordinary file but a directory" in bad("check", brain, "--args", tmp_path)
     assert "not valid JSON (line 1, column 2" in bad(*args("a.json", "{fp16}"))
     assert "not valid YAML (line 2" in bad(*args("a.yaml", "fp16: true\n  : {"))
     assert "want a mapping of training arguments, got a list" in bad(*args("b.yaml", "- fp16"))

@@ -207,12 +207,12 @@ class TestBadFiles:
         ("damage", "why"),
         [
             (lambda raw: raw.replace(b'"tokens": 24', b'"tokens": 25'), "it was edited or is damaged"),
-            (lambda raw: raw[:-200], "it cannot be compared with this model (JSONDecodeError"),
-            (lambda raw: b"[" * 100_000, "it cannot be compared with this model (RecursionError"),
-            (lambda raw: b'{"schema": "\xff"}', "it cannot be compared with this model (UnicodeDecodeError"),
+            (lambda raw: raw[:-200], "it is not valid JSON"),
+            (lambda raw: b"[" * 100_000, "it is nested too deep"),
+            (lambda raw: b'{"schema": "\xff"}', "it is not text"),
             (lambda raw: b"[]", "it cannot be compared with this model (TypeError"),
             (lambda raw: b'{"schema": 2}', "a newer hfpatch wrote it (schema 2, known here is 1)"),
-            (lambda raw: b" " * (16 * 2**20 + 1), "it is larger than 16,777,216 bytes"),
+            (lambda raw: b" " * (16 * 2**20 + 1), "it has 16,777,217 bytes, and at most 16,777,216 are read"),
             (lambda raw: edited(raw, "measured/batch/tokens", "many"), "no number of tokens"),
             (lambda raw: edited(raw, "measured/batch/tokens", True), "no number of tokens"),
             (lambda raw: edited(raw, "measured/values/model", -1), "a value that is no size"),
@@ -238,9 +238,7 @@ class TestBadFiles:
         if kind == "link to nothing":
             assert not any(FILE in n for n in plan(load(kept.parent)).unknown)
         else:
-            assert "is not an ordinary file" in self.note(kept) or "it cannot be read (Is a directory)" in self.note(
-                kept
-            )
+            assert "is not an ordinary file" in self.note(kept)
         with pytest.raises(hfpatch.errors.InputError, match="is not an ordinary file; remove it"):
             hfpatch.plan(load(kept.parent), batch=BATCH).keep()
 

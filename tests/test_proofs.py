@@ -106,7 +106,7 @@ class TestFiles:
         ("change", "word"),
         [
             (lambda text: text.replace("proved", "harmless"), "checksum"),
-            (lambda text: text[: len(text) // 2], "JSONDecodeError"),
+            (lambda text: text[: len(text) // 2], "is not valid JSON"),
             (lambda text: text.replace("llama", "bloom"), "checksum"),
             (lambda _: "[]", "TypeError"),
             (lambda _: '{"checksum": "", "proofs": [{"architecture": 3}]}', "KeyError"),

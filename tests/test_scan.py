@@ -457,9 +457,9 @@ def test_one_broken_file_does_not_hide_the_others(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "twice"),
         ('{"weight_map": {"a": 1}}', "weight_map"),
         ("[]", "weight_map"),
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[" * 100_000, "nested too deep"),
-        ('{"a": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "thousands of digits"),
     ],
 )
 def test_indexes_that_are_none(tmp_path: Path, raw: str, words: str) -> None:
@@ -542,7 +542,7 @@ def test_a_hub_name_is_looked_up_in_the_cache_only(tmp_path: Path) -> None:
         (["x.txt"], "x.txt", "want a safetensors file"),
         (["pytorch_model.bin"], "", "only pickles such as pytorch_model.bin"),
         (["config.json"], "", "hold safetensors files"),
-        (["config.json"], "config.json", "not JSON"),
+        (["config.json"], "config.json", "not valid JSON"),
     ],
 )
 def test_paths_that_mean_no_weights(tmp_path: Path, make: list[str], name: str, words: str) -> None:

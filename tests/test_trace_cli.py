@@ -338,7 +338,7 @@ def _edit(file: Path, old: str, new: str) -> None:
         (["--device", "cuda:99"], "GPU"),
         (["--headroom", "int8"], "want one of float16"),
         (["--text", "no-such-file"], "No such file"),
-        (["--text", "/"], "Is a directory"),
+        (["--text", "/"], "is not an ordinary file but a directory"),
         (["--html", "no-such-directory/t.html"], "want a file in a directory that exists"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from hfpatch.errors import InputError
 from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import RUN_AGAIN, unwrap
 from hfpatch.report import Sheet, Shown
+from hfpatch.untrusted.ordinary import read_json, read_ordinary
 
-LARGEST = 64 * 2**20
-"""Largest bundle.json that is read, in bytes; a usual one has some ten thousand."""
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""Exceptions from reading a malformed bundle."""
+LARGEST_BATCH = 8 * 2**30
+"""Largest batch that is read, in bytes; a black box keeps 256 MiB by default."""
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
+"""Exceptions from reading a malformed bundle; torch raises RuntimeErrors, and nesting is one."""
 IDENTITY = ("phase", "module", "operation", "symptom")
 """Keys in which two findings agree if they are the same."""
 
@@ -180,17 +180,13 @@ def _about(place: Path) -> dict[str, Any]:
     if not place.is_dir():
         raise InputError(f"{place}: no such directory; name a bundle, such as runs/box/step-00001234-rank0")
     try:
-        if file.stat().st_size > LARGEST:
-            raise InputError(f"{file} has {file.stat().st_size:,} bytes, too many for a bundle; name another bundle")
-        about: Any = json.loads(file.read_bytes())
+        about: Any = read_json(file, folder.LARGEST)
     except FileNotFoundError as error:
         within = sorted(p.name for p in place.iterdir() if folder.NAME.fullmatch(p.name))
         hint = f"name a bundle in it, such as {', '.join(within[:3])}" if within else "name another directory"
         raise InputError(f"{place} is not a bundle: it holds no {folder.ABOUT}; {hint}") from error
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not JSON ({error}): it was truncated or changed; use another bundle") from error
+    except InputError as error:
+        raise InputError(f"{file}: {error}; it was truncated or changed, use another bundle") from error
     if not isinstance(about, dict):
         raise InputError(f"{file} is not from a black box: want a JSON object, got {type(about).__name__}")
     return about
@@ -232,18 +228,19 @@ def _batch(place: Path, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {}
     file = place / folder.BATCH
     try:
-        held = file.stat().st_size
-        if held != batch["bytes"]:
-            raise InputError(f"{file} has {held:,} bytes, but {batch['bytes']:,} were written; use another bundle")
-        data = file.read_bytes()
-    except OSError as error:
+        data = read_ordinary(file, min(LARGEST_BATCH, max(0, batch["bytes"])))
+    except FileNotFoundError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}; use another bundle") from error
+    except InputError as error:
+        raise InputError(f"{file}: {error}; {batch['bytes']:,} were written, use another bundle") from error
+    if len(data) != batch["bytes"]:
+        raise InputError(f"{file} has {len(data):,} bytes, but {batch['bytes']:,} were written; use another bundle")
     if folder.sha256(data) != batch["sha256"]:
         raise InputError(f"{file} was changed after it was written: its digest differs; use another bundle")
     try:
         return load(data)
-    except SafetensorError as error:
-        raise InputError(f"{file} is not a safetensors file: {error}") from error
+    except (SafetensorError, *MALFORMED) as error:
+        raise InputError(f"{file} is not a safetensors file: {error}; use another bundle") from error
 
 
 def _malformed(place: Path, error: Exception) -> InputError:

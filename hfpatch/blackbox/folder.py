@@ -18,9 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hfpatch.errors import InputError
+from hfpatch.untrusted.ordinary import read_json
+
 FORMAT = 1
 BATCH = "batch.safetensors"
 ABOUT = "bundle.json"
+LARGEST = 64 * 2**20
+"""Largest bundle.json that is read, in bytes; a usual one has some ten thousand."""
 HIDDEN = ".hfpatch-"
 ABANDONED = 600.0
 """Age in seconds after which a hidden directory counts as abandoned: writing one takes a few."""
@@ -113,9 +118,9 @@ def _bundles(directory: Path, rank: int) -> list[Path]:
 
 def _format(path: Path) -> Any:
     try:
-        about: Any = json.loads((path / ABOUT).read_bytes())
+        about: Any = read_json(path / ABOUT, LARGEST)
         return about.get("format")
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, InputError, AttributeError):
         return None
 
 

@@ -33,7 +33,7 @@ def check(
     from hfpatch.guarding.checking.hazards import check as look
     from hfpatch.model.source import build_on_meta, load_config
 
-    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
+    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code)
     found = look(built, given, device=device)
     show(found, json)
     if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import sys
@@ -14,6 +15,7 @@ import typer
 
 from hfpatch.errors import InputError
 from hfpatch.report.sheet import say
+from hfpatch.untrusted.ordinary import brief, read_ordinary
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +102,9 @@ def mean(values):
 """The default text: prose, several scripts, numbers and code, to get values as in real use."""
 
 CHARACTERS = 64
-"""Characters read per token, so that a large file is not read completely; few tokens are longer."""
+"""Bytes read per token, so that a large file is not read completely; few tokens are longer."""
+LONGEST_TEXT = 64 * 2**20
+"""Largest number of bytes that are read of a text."""
 
 
 def read_text(file: str | None, tokens: int) -> str:
@@ -111,16 +115,17 @@ def read_text(file: str | None, tokens: int) -> str:
     """
     if file is None:
         return TEXT
+    most = min(CHARACTERS * tokens, LONGEST_TEXT)
     try:
         if file == "-":
-            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read(CHARACTERS * tokens)
-        with Path(file).open(encoding="utf-8") as lines:
-            return lines.read(CHARACTERS * tokens)
+            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read(most)
+        raw = read_ordinary(file, most, beginning=True)
+        return codecs.getincrementaldecoder("utf-8")().decode(raw, final=len(raw) < most)
     except UnicodeDecodeError as error:
         raise InputError(f"--text {file}: not UTF-8 at byte {error.start:,}; want a text file") from error
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--text {file[:80]}: cannot be read ({why}); want a text file, or - for stdin") from error
+    except (FileNotFoundError, InputError) as error:
+        why = error if isinstance(error, InputError) else error.strerror
+        raise InputError(f"--text {brief(file)}: cannot be read ({why}); want a text file, or - for stdin") from error
 
 
 def torch_device(name: str | None) -> torch.device:

@@ -62,7 +62,7 @@ def doctor(
 
     chosen = torch_device(device)
     config = load_config(model, trust_remote_code=trust_remote_code)
-    check_memory(model, build_on_meta(config), chosen)
+    check_memory(model, build_on_meta(config, trust_remote_code=trust_remote_code), chosen)
     checkpoint = load(model, dtype=torch.float32, device=chosen, trust_remote_code=trust_remote_code)
     say_missing(checkpoint.missing)
     found = examine(checkpoint.model, given, batch=checkpoint.batch(words, tokens, loss=True))

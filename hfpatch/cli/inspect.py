@@ -79,7 +79,7 @@ def inspect(
     from hfpatch.model.source import build_on_meta, load_config
     from hfpatch.patching.apply import plan
 
-    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code))
+    built = build_on_meta(load_config(model, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code)
     beside = manifest_beside(model)
     show(Inspected(look(built), plan(built, compute_dtype=compute_dtype), beside), json)
 

@@ -80,7 +80,9 @@ def _built(name: str, text: str | None, tokens: int, *, trust_remote_code: bool)
     from hfpatch.model.source import build_on_meta, load_config
 
     if text is None:
-        return build_on_meta(load_config(name, trust_remote_code=trust_remote_code)), None
+        return build_on_meta(
+            load_config(name, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code
+        ), None
     words = read_text(text, tokens)
     from hfpatch.tracing.checkpoint import load
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,14 +9,12 @@ import typer
 
 from hfpatch.cli.common import Json, TrustRemoteCode, broken_patch_files, quiet_transformers, show
 from hfpatch.errors import HfpatchError, InputError
+from hfpatch.untrusted.adapter_config import CONFIG, read_adapter_config
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hfpatch.blackbox.bundle import Bundle
-
-ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def replay(
@@ -71,7 +68,7 @@ def _load(bundle: Bundle, name: str, dtype: str | None, device: str | None, trus
     wanted = dtype or bundle.model["dtype"]
     if wanted is not None and (wanted not in DTYPES or not DTYPES[wanted].is_floating_point):
         raise InputError(f"--dtype {wanted!r}: want float32, float16 or bfloat16")
-    base = _base(name)
+    base = _base(name, trust_remote_code)
     chosen = torch_device(device)
     loaded, missing, _ = load_model(
         base or name,
@@ -88,6 +85,7 @@ def _load(bundle: Bundle, name: str, dtype: str | None, device: str | None, trus
     if base is None:
         return loaded
     import peft
+    from safetensors import SafetensorError
 
     from hfpatch.model.source import REJECTIONS
     from hfpatch.tracing.checkpoint import reason
@@ -95,25 +93,18 @@ def _load(bundle: Bundle, name: str, dtype: str | None, device: str | None, trus
     try:
         # trainable, as in the run: else there are no gradients
         return peft.PeftModel.from_pretrained(loaded, name, is_trainable=True, torch_device=str(chosen))
-    except REJECTIONS as error:
+    except (*REJECTIONS, SafetensorError, MemoryError) as error:
         raise InputError(
             f"{name}: its adapter cannot be loaded on {base} ({reason(error)}); name the base model it was trained on"
         ) from error
 
 
-def _base(name: str) -> str | None:
+def _base(name: str, trust_remote_code: bool) -> str | None:
     """Return the base model that an adapter names; None if the directory holds no adapter."""
-    file = Path(name).expanduser() / ADAPTER
-    if not file.is_file():
+    folder = Path(name).expanduser()
+    if not (file := folder / CONFIG).is_file():
         return None
-    if not file.with_name(ADAPTER_WEIGHTS).is_file():
-        raise InputError(
-            f"{name}: an adapter without {ADAPTER_WEIGHTS}; pickled weights are never read, save it as safetensors"
-        )
-    try:
-        base: Any = json_format.loads(file.read_bytes())["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{file} names no base_model_name_or_path ({type(error).__name__}: {error})") from error
+    base: Any = read_adapter_config(folder, trust_remote_code=trust_remote_code).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(f"{file} names no base model; write its directory into base_model_name_or_path")
     return base

@@ -44,6 +44,7 @@ def validate_loss(loss: Tensor, low: float = -1e6, high: float = 1e6) -> Tensor:
         InputError: It is NaN, infinite or out of range, or not one number; or `low` is not below `high`.
     """
     want("validate_loss", loss=(loss, TENSOR), low=(low, REAL), high=(high, REAL))
+    low, high = float(low), float(high)
     if not low < high:
         raise InputError(f"validate_loss: want low below high, got low={low:g} and high={high:g}")
     if loss.numel() != 1 or loss.is_complex():

@@ -53,7 +53,7 @@ def object_of(given: object, *, trust_remote_code: bool = False) -> tuple[object
     if isinstance(given, (str, Path)):
         given = load_config(given, trust_remote_code=trust_remote_code)
     if isinstance(given, PreTrainedConfig):
-        return build_on_meta(given), declared_dtype(given)
+        return build_on_meta(given, trust_remote_code=trust_remote_code), declared_dtype(given)
     return given, None
 
 

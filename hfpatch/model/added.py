@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.compat.implementation import choose, chosen
 from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.model.roles import stock_path
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import ADAPTERS, TOOL_PACKAGES, Submodel, Walk, inside, stock_class, without_copy
@@ -65,7 +66,7 @@ def named_by_caller(walk: Walk) -> Iterable[str]:
         else:
             hits = [p for p in walk.modules if p and isinstance(item, str) and fnmatch.fnmatchcase(p, item)]
             if not hits:
-                raise InputError(f"added_modules: no module path matches {item!r}")
+                raise InputError(f"added_modules: no module path matches {shown(item)}")
             yield from hits
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,16 +17,20 @@ import torch
 import transformers
 from huggingface_hub import errors as hub
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, configuration_utils
 
-from hfpatch.compat import initial, loading
+from hfpatch.compat import implementation, initial, loading
 from hfpatch.errors import InputError, ModelNotFoundError
+from hfpatch.given import shown
 from hfpatch.model.fault import field_at_fault
 from hfpatch.model.limits import check_sizes, suspects
+from hfpatch.untrusted.hub_code import code_of_model
+from hfpatch.untrusted.ordinary import read_json
 
 CONFIG = "config.json"
 HUB_SECONDS = 3.0
 MAX_BYTES = 16 * 2**20
+OR_TRUST = "remove it, or read that code and pass trust_remote_code=True (--trust-remote-code)"
 
 # Of httpx, httpx2 or requests, depending on the version of huggingface_hub.
 _HTTP_ERROR: type[Exception] = getattr(hub, "HTTPError", ConnectionError)
@@ -66,39 +69,48 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> PreTrai
             the limits or an unknown dtype, or is rejected by its class.
     """
     file = _config_file(name)
-    raw = _read(file)
-    check_sizes(raw, str(name))
-    _check_runs_nothing(raw, name, trust_remote_code)
-    _check_dtype(raw, name)
-    model_type = raw.get("model_type")
+    read = _read(file)
+    try:
+        if (listed := read.get("configuration_files")) is not None:
+            _read(file.with_name(configuration_utils.get_configuration_file(listed)))
+        # Resolves files by version, timm checkpoints and infinities, as transformers does.
+        values, _ = PreTrainedConfig.get_config_dict(_directory(file), local_files_only=True)
+    except InputError:
+        raise
+    except RecursionError as error:
+        raise InputError(f"{file} is nested too deep to be a config") from error
+    except REJECTIONS as error:
+        _reject(f"{name}: transformers cannot read its config", error, read)
+    check_sizes(values, str(name))
+    _check_runs_nothing(values, name, trust_remote_code)
+    _check_dtype(values, name)
+    model_type = values.get("model_type")
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     try:
-        if not known and _auto_map(raw):
+        if not known and _auto_map(values):
             auto: Any = transformers.AutoConfig
             config: PreTrainedConfig = auto.from_pretrained(_place(file, name), trust_remote_code=True)
         else:
-            # Resolves files by version, timm checkpoints and infinities, as transformers does.
-            values, _ = PreTrainedConfig.get_config_dict(_directory(file))
-            check_sizes(values, str(name))
             config = _config_class(values, name).from_dict(values)
     except InputError:
         raise
     except RecursionError as error:
         raise InputError(f"{file} is nested too deep to be a config") from error
     except REJECTIONS as error:
-        _reject(f"{name}: the config class for {model_type!r} rejects it", error, raw)
+        _reject(f"{name}: the config class for {model_type!r} rejects it", error, values)
     config.name_or_path = _place(file, name)
     return config
 
 
-def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a config's model without weights: parameters on meta, in the declared dtype, in training mode.
 
     Parameters that the class keeps in float32 are float32, as `from_pretrained` leaves them. The config is copied,
     not changed. Time: about 3 ms a layer; memory: a few kB a module.
 
     Raises:
-        InputError: The config has sizes beyond the limits, transformers has no class for it, or its class rejects it.
+        InputError: The config has sizes beyond the limits, transformers has no class for it, its class rejects it, or
+            the model would load code from the hub and `trust_remote_code` is False.
     """
     name = config.name_or_path or type(config).__name__
     check_sizes(vars(config), name)
@@ -113,6 +125,8 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     whole = copy.deepcopy(config)  # a class may write to its config before it fails
     try:
         cls = model_class(config)
+        if not trust_remote_code:
+            check_loads_nothing(config, cls, name)
         model = build(config)
     except InputError:
         raise
@@ -122,6 +136,20 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         _reject(f"{name}: {whose} rejects this config", error, vars(config), at_fault)
     _keep_in_float32(model, dtype)
     return model
+
+
+def check_loads_nothing(config: PreTrainedConfig, cls: type[PreTrainedModel], name: str) -> None:
+    """Raise if a class that is built from a config would load code from the hub.
+
+    Raises:
+        InputError: It would, such as an attention kernel.
+    """
+    said = _code_of(vars(config), name)
+    if not said and "flash" in str(implementation.chosen(config)):
+        kernel = next((way for way in implementation.taken(cls) if "/" in way), None)
+        said = f"{cls.__name__} takes no other flash attention than {kernel}, code on the hub" if kernel else ""
+    if said:
+        raise InputError(f"{name}: {said}; {OR_TRUST}")
 
 
 def declared_dtype(config: PreTrainedConfig) -> torch.dtype | None:
@@ -278,24 +306,13 @@ def _unreachable(name: str, error: Exception) -> NoReturn:
 
 def _read(where: Path) -> dict[str, Any]:
     try:
-        if (size := where.stat().st_size) > MAX_BYTES:
-            raise InputError(f"{where}: {size:,} bytes are too many for a {CONFIG}; name the directory of the model")
-        value: Any = json.loads(where.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        place = (
-            f"line {error.lineno}, column {error.colno}: {error.msg.removesuffix(' at')}"
-            if error.doc
-            else "it is empty"
-        )
-        raise InputError(f"{where} is not valid JSON ({place}); it may be truncated, download it again") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where} is not text; want a {CONFIG}, or the directory that holds it") from error
-    except RecursionError as error:
-        raise InputError(f"{where} is nested too deep to be a config") from error
-    except OSError as error:
-        raise InputError(f"{where}: cannot be read ({error.strerror}); check its permissions") from error
+        value: Any = read_json(where, MAX_BYTES)
+    except FileNotFoundError as error:
+        raise InputError(f"{where}: there is no such file, and {CONFIG} names it in configuration_files") from error
+    except InputError as error:
+        raise InputError(f"{where}: {error}; name the {CONFIG} of a model, or download it again") from error
     if not isinstance(value, dict):
-        kind = {"list": "an array", "str": "a string", "NoneType": "null"}.get(type(value).__name__, repr(value))
+        kind = {"list": "an array", "str": "a string", "NoneType": "null"}.get(type(value).__name__, shown(value))
         raise InputError(f"{where}: want a JSON object, got {kind}; name the config of a model")
     return value
 
@@ -327,27 +344,21 @@ def _check_runs_nothing(raw: dict[str, Any], name: str | Path, trusted: bool) ->
             f"{name}: transformers {transformers.__version__} has no model_type {model_type!r}, and the config needs "
             f"remote code ({wanted}), which was not run; read that code, then pass trust_remote_code=True"
         )
-    for key, value in _strings(raw):
-        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in value:
-            raise InputError(
-                f"{name}: {key} names code on the hub ({value}), which was not run; remove the key, "
-                "or read that code and pass trust_remote_code=True"
-            )
+    if said := _code_of(raw, str(name)):
+        raise InputError(f"{name}: {said}; {OR_TRUST}")
+
+
+def _code_of(values: Mapping[str, Any], name: str) -> str:
+    try:
+        return code_of_model(values)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
 
 
 def _auto_map(raw: Mapping[str, Any]) -> str | None:
     wanted = raw.get("auto_map")
     reference = wanted.get("AutoConfig") if isinstance(wanted, dict) else None
     return reference if isinstance(reference, str) else None
-
-
-def _strings(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield every text in a config with its key; texts nested under an `..._implementation` have that key."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping) and depth < 32:
-        for name, item in value.items():
-            yield from _strings(item, key if key.endswith("_implementation") else str(name), depth + 1)
 
 
 def _check_dtype(raw: dict[str, Any], name: str | Path) -> None:

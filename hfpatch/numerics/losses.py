@@ -54,6 +54,9 @@ def normalized_mse(student: Tensor, teacher: Tensor, mask: Tensor | None = None)
             f"normalized_mse: want a mask of shape {tuple(student.shape[:-1])}, one value per token, got "
             f"{tuple(mask.shape)}"
         )
+    if mask is not None and (mask.layout != torch.strided or (mask.is_meta and not student.is_meta)):
+        where = "on the meta device" if mask.is_meta else f"of layout {mask.layout}"
+        raise InputError(f"normalized_mse: the mask is {where}, so its values cannot be compared; pass a dense one")
     with torch.autocast(student.device.type, enabled=False):
         wide = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
         s, t = student.to(wide), teacher.detach().to(wide)

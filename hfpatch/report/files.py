@@ -1,18 +1,21 @@
-"""Files written at once or not at all, and read with bounds."""
+"""Files written at once or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 from typing import BinaryIO
 
 from hfpatch.errors import InputError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -37,33 +40,16 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         raise InputError(f"cannot write {path}: {_reason(target, error)}") from error
 
 
-class UnreadableError(Exception):
-    """A file cannot be used, and why."""
-
-
-def read_ordinary(file: Path, most: int) -> bytes | None:
-    """Return the content of an ordinary file, or of one that a link leads to; None if there is none.
-
-    Raises:
-        UnreadableError: It is something else (a pipe, a device), larger than `most` bytes, or cannot be read.
-    """
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise UnreadableError("it is not an ordinary file")
-        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
-        with os.fdopen(handle, "rb") as data:
-            raw = data.read(most + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
-    if len(raw) > most:
-        raise UnreadableError(f"it is larger than {most:,} bytes")
-    return raw
-
-
 def _replace(target: Path, data: bytes) -> None:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    if sys.platform == "win32":  # no locks and no names relative to a directory: a killed process leaves its file
+        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return
     directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         name = _temporary_name(directory, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
 from hfpatch.scanning.header import read_header
-from hfpatch.scanning.result import Found, brief
+from hfpatch.scanning.result import Found
+from hfpatch.untrusted.adapter_config import CONFIG, WEIGHTS, read_adapter_config
+from hfpatch.untrusted.ordinary import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hfpatch.lora.landing import Landing
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-LARGEST = 2**24
-"""Largest adapter_config.json that is read, in bytes."""
 NAMED = 3
 
 
@@ -90,17 +88,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
         raise InputError(
             f"{folder}: want a directory with {CONFIG} and {WEIGHTS} beside --model; without it the files are scanned"
         )
-    try:
-        if file.stat().st_size > LARGEST:
-            raise InputError(f"{file} has {file.stat().st_size:,} bytes, too many for the config of an adapter")
-        values: Any = json.loads(file.read_bytes())
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, InputError) else InputError(f"{file} is not JSON") from error
-    if not isinstance(values, dict) or "peft_type" not in values:
-        raise InputError(f"{file}: want the config of an adapter, with a peft_type")
-    return values
+    return read_adapter_config(folder)
 
 
 def _shapes(file: Path, names: list[str]) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from hfpatch.errors import InputError
 from hfpatch.scanning.formats import BITS
-from hfpatch.scanning.result import brief
+from hfpatch.untrusted.ordinary import brief
 
 LONGEST = 100_000_000
 """Largest header in bytes; the format's own limit."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.errors import InputError
-from hfpatch.scanning.result import brief
+from hfpatch.untrusted.ordinary import brief, read_json
 
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-LONGEST_INDEX = 2**28
+LONGEST_INDEX = 2**27
 """Largest index that is read, in bytes; those of the largest models have some 20 MB."""
 
 _INDEX = re.compile(r".+\.safetensors\.index(\.[^.]+)?\.json")  # diffusers puts a variant before .json
@@ -153,17 +152,9 @@ def _read_index(file: Path) -> Index:
         InputError: It is not an index, or it names a file in another directory; the message is without the file's name.
     """
     try:
-        if not file.is_file():
-            raise InputError("it is not a regular file")
-        if file.stat().st_size > LONGEST_INDEX:
-            raise InputError(f"it has {file.stat().st_size:,} bytes, too many for an index")
-        raw: Any = json.loads(file.read_bytes(), object_pairs_hook=_once)
-    except OSError as error:
-        raise InputError(f"it cannot be read: {error.strerror or error}") from error
-    except RecursionError as error:
-        raise InputError("it is nested too deeply for an index") from error
-    except ValueError as error:  # an InputError is one
-        raise InputError(str(error) if isinstance(error, InputError) else "it is not JSON") from error
+        raw: Any = read_json(file, LONGEST_INDEX, strict=True)
+    except FileNotFoundError as error:
+        raise InputError("it links to a file that does not exist") from error
     where: Any = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
         raise InputError("it is not an index: want a weight_map from tensors to file names")
@@ -173,15 +164,6 @@ def _read_index(file: Path) -> Index:
     metadata: Any = raw.get("metadata")
     total: Any = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(file.name, where, total if type(total) in (int, float) else None)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        again = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise InputError(f"it names {brief(again)} twice")
-    return found
 
 
 def _cached(name: str) -> Path:

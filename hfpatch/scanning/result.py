@@ -8,6 +8,7 @@ from typing import Any
 
 from hfpatch.deprecated import warn
 from hfpatch.report.sheet import Sheet, Shown
+from hfpatch.untrusted.ordinary import brief
 
 FINDINGS_SHOWN = 20
 NOTES_SHOWN = 5
@@ -104,12 +105,6 @@ class ScanReport(Shown):
 def _row(mark: str, found: Found) -> tuple[str, str, str]:
     where = f"{brief(found.tensor)}, {brief(found.file)}" if found.tensor else brief(found.file)
     return (mark, found.kind, f"{where}: {found.text}")
-
-
-def brief(name: str) -> str:
-    """Return a name from a file that is safe to print: on one line, without control characters, shortened."""
-    name = name if name.isprintable() and name else ascii(name)
-    return name if len(name) <= 120 else f"{name[:80]}...{name[-30:]}"
 
 
 def _number(count: int, what: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hfpatch.scanning.header import Tensor
 from hfpatch.scanning.layout import SUFFIX, Folder, Index
-from hfpatch.scanning.result import Found, brief
+from hfpatch.scanning.result import Found
+from hfpatch.untrusted.ordinary import brief
 
 TOLD = 20
 """Number of tensors that are named for each kind of fault; the others are counted."""

@@ -20,10 +20,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hfpatch.errors import InputError
+from hfpatch.given import shown
 from hfpatch.model.embed import find_embedding
-from hfpatch.model.source import CONFIG, REJECTIONS, load_config, model_class
+from hfpatch.model.source import (
+    CONFIG,
+    REJECTIONS,
+    build_on_meta,
+    check_loads_nothing,
+    load_config,
+    model_class,
+)
+from hfpatch.untrusted.adapter_config import CONFIG as ADAPTER
+from hfpatch.untrusted.adapter_config import read_adapter_config
+from hfpatch.untrusted.hub_code import code_of_model, kernels_of_weights
+from hfpatch.untrusted.ordinary import DATA, brief, check_folder, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+TOKENIZER = "tokenizer_config.json"
+WEIGHTS, INDEX = ".safetensors", ".safetensors.index.json"
+PER_BYTE, LOOSE = 16, 2**26
+"""Weights that a config may describe: so many for each byte of the files, and so many more."""
 LONGEST = 300
 """Characters of another library's message that are quoted."""
 
@@ -113,12 +129,9 @@ def load(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights or no tokenizer there, or they do not fit the config.
     """
-    folder = folder_of(name, load_config(name, trust_remote_code=trust_remote_code))
-    _check_weights(name, folder)
-    tokenizer = _tokenizer(name, folder, trust_remote_code)
-    model, missing, unexpected = load_model(
-        name, dtype=dtype, device=device, attention=attention, trust_remote_code=trust_remote_code
-    )
+    config, folder = _checked(name, attention, trust_remote_code)
+    tokenizer = _tokenizer(name, folder, config, trust_remote_code)
+    model, missing, unexpected = _loaded(name, folder, config, dtype, device, attention, trust_remote_code)
     if model.main_input_name != "input_ids":
         raise InputError(
             f"{name}: {type(model).__name__} takes {model.main_input_name}, not text; trace it in Python on your own "
@@ -151,7 +164,13 @@ def load_model(
         ModelNotFoundError: No model with that name.
         InputError: No safetensors weights there, or they do not fit the config.
     """
-    if attention is not None and "/" in attention and not trust_remote_code:
+    config, folder = _checked(name, attention, trust_remote_code)
+    return _loaded(name, folder, config, dtype, device, attention, trust_remote_code)
+
+
+def _checked(name: str, attention: str | None, trust_remote_code: bool) -> tuple[PreTrainedConfig, Path]:
+    """Return the config and the directory of a checkpoint, once everything that is about to be read was looked at."""
+    if not trust_remote_code and code_of_model({"attention_implementation": attention}):
         raise InputError(
             f"{name}: attention={attention!r} is code from the hub, which is not run by default; read that code, then "
             "pass trust_remote_code=True (--trust-remote-code)"
@@ -159,6 +178,19 @@ def load_model(
     config = load_config(name, trust_remote_code=trust_remote_code)
     folder = folder_of(name, config)
     _check_weights(name, folder)
+    _check_files(name, folder, config, trust_remote_code)
+    return config, folder
+
+
+def _loaded(
+    name: str,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    attention: str | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]:
     model, told = _model(
         name,
         folder,
@@ -222,10 +254,87 @@ def _check_weights(name: str, folder: Path) -> None:
     raise InputError(f"{name}: its weights are not in the local hub cache; download them first (hf download {name})")
 
 
-def _tokenizer(name: str, folder: Path, trust_remote_code: bool) -> Any:
+def _check_files(name: str, folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Check the files that transformers reads beside the config, before it does.
+
+    Raises:
+        InputError: One is not an ordinary file, is too large, names a file that is not one, or would have code or
+            another model loaded; or the config describes far more weights than there are.
+    """
+    try:
+        check_folder(folder)
+    except InputError as error:
+        raise InputError(f"{name}: {error}; name a directory of saved files") from error
+    if (folder / ADAPTER).exists():
+        read_adapter_config(folder, trust_remote_code=trust_remote_code)
+    if (named := folder / TOKENIZER).exists():
+        for key, file in _json(named).items():
+            if key.endswith("_file") and isinstance(file, str) and not _may_be_opened(file):
+                raise InputError(f"{named}: {key} names {brief(file)}, which is not an ordinary file; remove the key")
+    shards = _shards(folder, config)
+    held = sum((folder / shard).stat().st_size for shard in shards)
+    count = sum(p.numel() for p in build_on_meta(config, trust_remote_code=trust_remote_code).parameters())
+    if count > LOOSE + PER_BYTE * held:
+        raise InputError(
+            f"{name}: its config describes {count:,} weights, and its files have {held:,} bytes; correct the config"
+        )
+    if not trust_remote_code and (method := kernels_of_weights(vars(config))):
+        raise InputError(
+            f"{name}: its weights are quantised by {method}, whose layers transformers would load from the hub, and "
+            "which was not asked; name an unquantised checkpoint, or pass trust_remote_code=True (--trust-remote-code)"
+        )
+
+
+def _shards(folder: Path, config: PreTrainedConfig) -> list[str]:
+    """Return the files of weights that transformers reads, which are safetensors in the folder.
+
+    Raises:
+        InputError: One would be something else.
+    """
+    named: Any = getattr(config, "transformers_weights", None)  # a file that the config names in place of the usual one
+    first = named or (SAFE_WEIGHTS_NAME if (folder / SAFE_WEIGHTS_NAME).exists() else SAFE_WEIGHTS_INDEX_NAME)
+    if isinstance(first, str) and first.endswith(INDEX):
+        where: Any = _json(folder / first).get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+            raise InputError(f"{folder / first}: want a weight_map from tensors to file names; save the model again")
+        shards: list[Any] = sorted(set(where.values()))
+    else:
+        shards = [first]
+    for shard in shards:
+        if not isinstance(shard, str) or not shard.endswith(WEIGHTS) or Path(shard).name != shard:
+            raise InputError(
+                f"{folder}: it names {shown(shard)} as its weights; want a safetensors file beside its config"
+            )
+        if not (folder / shard).is_file():
+            raise InputError(f"{folder}: {brief(shard)}, which it names as its weights, is not there; download it")
+    return shards
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = read_json(file, DATA)
+    except (FileNotFoundError, InputError) as error:
+        why = error if isinstance(error, InputError) else "there is no such file"
+        raise InputError(f"{file}: {why}; save it again") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{file}: want a JSON object; save it again")
+    return values
+
+
+def _may_be_opened(file: str) -> bool:
+    """True if a path is that of an ordinary file, or of none."""
+    try:
+        return Path(file).is_file() or not Path(file).exists()
+    except (OSError, ValueError):  # too long, or a null byte: it is not opened either
+        return True
+
+
+def _tokenizer(name: str, folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     auto: Any = transformers.AutoTokenizer
     try:
-        tokenizer = auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = auto.from_pretrained(
+            folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:
         if not isinstance(error, REJECTIONS) and type(error) is not Exception:  # the tokenizers library raises that
             raise
@@ -246,6 +355,8 @@ def _any_of(names: Iterable[str]) -> str:
 
 def _model(name: str, folder: Path, config: PreTrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     cls: Any = model_class(config)
+    if not options["trust_remote_code"]:
+        check_loads_nothing(config, cls, name)
     try:
         model, told = cls.from_pretrained(
             folder,
@@ -256,7 +367,7 @@ def _model(name: str, folder: Path, config: PreTrainedConfig, **options: Any) ->
             ignore_mismatched_sizes=True,  # raised below, by name
             **{k: v for k, v in options.items() if v is not None},
         )
-    except (*REJECTIONS, SafetensorError) as error:
+    except (*REJECTIONS, SafetensorError, MemoryError) as error:
         raise InputError(f"{name}: {cls.__name__} cannot be loaded: {reason(error)}") from error
     if told["mismatched_keys"]:
         key, held, wanted = sorted(told["mismatched_keys"])[0]

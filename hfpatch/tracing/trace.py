@@ -40,7 +40,7 @@ from hfpatch.tracing.showing.by_path import Figures, figures
 from hfpatch.tracing.tensors import every
 from hfpatch.tracing.watch import Watch
 from hfpatch.tracing.watched import places
-from hfpatch.tracing.which_steps import Chosen, chosen, listed
+from hfpatch.tracing.which_steps import Chosen, chosen, last_of, listed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,7 +139,7 @@ class Trace(Shown):
         return traced
 
     def _over(self) -> bool:
-        last = getattr(self.wanted_steps, "last", None)
+        last = last_of(self.wanted_steps)
         return last is not None and self._count > last
 
     def _unhook(self) -> None:

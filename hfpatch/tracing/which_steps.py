@@ -27,8 +27,12 @@ def chosen(name: str, wanted: Chosen) -> Callable[[int], bool]:
 
 def listed(name: str, wanted: Any) -> Collection[int]:
     """Return numbers that the user listed, checked."""
-    several = isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes))
-    if not several or any(type(n) is not int or n < 0 for n in wanted):
+    try:
+        several = isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes))
+        fits = several and all(type(n) is int and n >= 0 for n in wanted)
+    except TypeError:  # a tensor of no dimension is a collection that cannot be gone through
+        fits = False
+    if not fits:
         raise InputError(f"trace: {name}=: want a list of integers from 0 up, or None for all; got {shown(wanted)}")
     return wanted
 
@@ -42,3 +46,8 @@ class _Numbers:
 
     def __call__(self, number: int) -> bool:
         return number in self.numbers
+
+
+def last_of(wanted: object) -> int | None:
+    """Return the largest number that was listed; None for a function of the user's own."""
+    return wanted.last if isinstance(wanted, _Numbers) else None

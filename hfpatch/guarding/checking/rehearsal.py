@@ -19,6 +19,8 @@ from hfpatch.guarding.checks import clean_name
 from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
 
+DEEPEST = 32
+"""Deepest nesting of a batch."""
 FORWARD = 1 / 3
 """Share of a training step that its forward pass costs: a backward pass costs two of them."""
 
@@ -198,20 +200,22 @@ def stream_into(model: nn.Module, layer: nn.Module, ids: torch.Tensor) -> torch.
     return found[0] if found else None
 
 
-def on_device(value: Any, device: torch.device, name: str) -> Any:
+def on_device(value: Any, device: torch.device, name: str, depth: int = 0) -> Any:
     """Return a value of a batch with copies of its tensors on a device, as deep as a Trainer looks.
 
     Raises:
-        InputError: A tensor is on meta, without values.
+        InputError: A tensor is on meta, without values; or the batch is nested without end.
     """
+    if depth > DEEPEST:
+        raise InputError(f"check: batch: {name!r} is nested more than {DEEPEST} deep; pass tensors by name")
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             raise InputError(f"check: batch: {name!r} is on the meta device and has no values; pass it with values")
         return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
-        return {k: on_device(v, device, name) for k, v in value.items()}
+        return {k: on_device(v, device, name, depth + 1) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(on_device(v, device, name) for v in value)
+        return type(value)(on_device(v, device, name, depth + 1) for v in value)
     return value
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from hfpatch.errors import InputError
+import yaml
 
-MAX_BYTES = 4 * 2**20
+from hfpatch.errors import InputError
+from hfpatch.given import shown
+from hfpatch.untrusted.ordinary import brief, parsed_json, read_ordinary
+
+MAX_BYTES = 2**16
+"""Largest file of training arguments that is read, in bytes: a second of YAML. A usual one has 5,000."""
 PRECISIONS = ("no", "fp16", "bf16")
+LARGEST_BITS = 1024
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 _TRUTHS = {"true": True, "false": False}
 
 
@@ -101,8 +110,8 @@ def read_settings(args: Any) -> Settings:
         precision=read.precision(),
         optim=str(getattr(read.values["optim"], "value", read.values["optim"])),
         eps=_Reader({"eps": options["eps"]}).number("eps") if "eps" in options else read.number("adam_epsilon"),
-        accumulation=int(read.number("gradient_accumulation_steps", least=1)),
-        processes=int(read.number("world_size", least=1)) if shared and "world_size" in read.values else 1,
+        accumulation=read.count("gradient_accumulation_steps"),
+        processes=read.count("world_size") if shared and "world_size" in read.values else 1,
         clip=0.0 if "max_grad_norm" in given and given["max_grad_norm"] is None else read.number("max_grad_norm"),
         nan_filter=read.boolean("logging_nan_inf_filter"),
         smoothing=read.number("label_smoothing_factor") > 0,
@@ -125,46 +134,63 @@ def settings_file(path: Path) -> dict[str, Any]:
         InputError: The file cannot be read, or does not hold a mapping.
     """
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise InputError(
-                f"--args {path}: {size:,} bytes are too many for training arguments; name a JSON or YAML file"
-            )
-        text = path.read_text(encoding="utf-8")
+        raw = read_ordinary(path, MAX_BYTES)
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"--args {path}: not a text file (training_args.bin is a pickle, which is not read); want JSON or YAML, "
             "such as the output of TrainingArguments.to_json_string()"
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--args {path}: cannot be read ({why}); want a JSON or YAML file") from error
-    value = _parsed(text, path)
+    except FileNotFoundError as error:
+        raise InputError(f"--args {path}: cannot be read ({error.strerror}); want a JSON or YAML file") from error
+    except InputError as error:
+        raise InputError(f"--args {brief(str(path))}: cannot be read ({error}); want a JSON or YAML file") from error
+    try:
+        value = parsed_json(raw, strict=True) if path.suffix.lower() == ".json" else _yaml(text)
+    except InputError as error:
+        raise InputError(f"--args {path}: {error}; want key: value lines, or a .json file") from error
     if not isinstance(value, dict):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise InputError(f"--args {path}: want a mapping of training arguments, got {kind}")
     return {str(k): v for k, v in value.items()}
 
 
-def _parsed(text: str, path: Path) -> Any:
-    if path.suffix.lower() == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"--args {path}: not valid JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-            ) from error
-        except RecursionError as error:
-            raise InputError(f"--args {path}: nested too deep for training arguments") from error
-    import yaml
+class _WithoutAliases(yaml.SafeLoader):
+    """A safe loader that takes neither anchors nor aliases."""
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if event.anchor is not None:
+            raise InputError(f"line {event.start_mark.line + 1} has an anchor or an alias; write the value out")
+        return super().compose_node(parent, index)
+
+
+def _yaml(text: str) -> Any:
+    """Return what `yaml.safe_load` does, as the Trainer's own parser reads a file.
+
+    Aliases are refused, which make gigabytes of a few lines; so are keys that are named twice.
+
+    Raises:
+        InputError: It is not YAML, or a value does not fit its tag; the message is without the file's name.
+    """
     try:
-        return yaml.safe_load(text)
+        loader = _WithoutAliases(text)
+        tree: Any = loader.get_single_node()
+        if isinstance(tree, yaml.MappingNode):
+            keys = [key.value for key, _ in tree.value if isinstance(key, yaml.ScalarNode)]
+            if again := next((key for key, times in Counter(keys).items() if times > 1), ""):
+                raise InputError(f"it names {brief(again)} twice")
+        return None if tree is None else loader.construct_document(tree)
     except yaml.YAMLError as error:
         mark: Any = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        raise InputError(f"--args {path}: not valid YAML{where}; want key: value lines, or a .json file") from error
+        raise InputError(f"not valid YAML{where}") from error
     except RecursionError as error:
-        raise InputError(f"--args {path}: nested too deep for training arguments") from error
+        raise InputError("nested too deep for training arguments") from error
+    except (ValueError, LookupError, AttributeError, TypeError) as error:  # of a tag, a date or a number that is none
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"a value in it cannot be read ({type(error).__name__}: {brief(str(error))})") from error
 
 
 @cache
@@ -188,20 +214,29 @@ class _Reader:
 
     def number(self, key: str, least: float = 0.0) -> float:
         value = self.values[key]
-        try:
-            number = float(value)  # YAML reads 1e-8 as a string
-        except (TypeError, ValueError):
-            number = math.nan
-        if isinstance(value, bool) or not least <= number < math.inf:
-            raise InputError(f"check: {key}: want a number of at least {least:g}, got {value!r}")
+        number = math.nan
+        if isinstance(value, bool):
+            pass
+        elif isinstance(value, Real):
+            number = math.inf if isinstance(value, int) and value.bit_length() > LARGEST_BITS else float(value)
+        elif isinstance(value, str) and _NUMBER.fullmatch(value):  # YAML reads 1e-8 as a string
+            number = float(value)
+        if not least <= number < math.inf:
+            raise InputError(f"check: {key}: want a number of at least {least:g}, got {shown(value)}")
         return number
+
+    def count(self, key: str) -> int:
+        number = self.number(key, least=1)
+        if number != int(number):
+            raise InputError(f"check: {key}: want a whole number of at least 1, got {shown(self.values[key])}")
+        return int(number)
 
     def boolean(self, key: str) -> bool:
         value = self.values[key]
         if isinstance(value, str):
             value = _TRUTHS.get(value.lower(), value)
         if not isinstance(value, bool):
-            raise InputError(f"check: {key}: want true or false, got {value!r}")
+            raise InputError(f"check: {key}: want true or false, got {shown(value)}")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
@@ -214,13 +249,13 @@ class _Reader:
         if isinstance(value, str):
             if value.lstrip().startswith("{"):
                 try:
-                    return dict(json.loads(value))
-                except json.JSONDecodeError as error:
-                    raise InputError(f"check: {key}: not valid JSON: {value!r}") from error
+                    return dict(parsed_json(value.encode()))
+                except (InputError, UnicodeEncodeError) as error:
+                    raise InputError(f"check: {key}: not valid JSON: {shown(value)}") from error
             pairs = [part.partition("=") for part in value.split(",")]
             if all(sign for _, sign, _ in pairs):
                 return {name.strip(): text.strip() for name, _, text in pairs}
-        raise InputError(f"check: {key}: want a mapping, got {value!r}")
+        raise InputError(f"check: {key}: want a mapping, got {shown(value)}")
 
     def precision(self) -> str:
         asked = [name for name in ("fp16", "bf16") if self.boolean(name)]
@@ -230,5 +265,5 @@ class _Reader:
         if named is False:  # YAML reads a bare `no` as false
             named = "no"
         if named not in PRECISIONS and named != "fp8":
-            raise InputError(f"check: mixed_precision: want one of {', '.join(PRECISIONS)}, got {named!r}")
+            raise InputError(f"check: mixed_precision: want one of {', '.join(PRECISIONS)}, got {shown(named)}")
         return asked[0] if asked else str(named)

@@ -24,7 +24,8 @@ from hfpatch.patching.language import Effect
 from hfpatch.patching.manifest.typed import plain, typed
 from hfpatch.patching.verifying.sealed import sealed, unsealed
 from hfpatch.report import Sheet, Shown
-from hfpatch.report.files import UnreadableError, read_ordinary, write_atomically
+from hfpatch.report.files import write_atomically
+from hfpatch.untrusted.ordinary import read_ordinary
 
 FILE = "hfpatch.json"
 TENSORS = "hfpatch-tensors"
@@ -179,9 +180,10 @@ def read(folder: Path) -> Manifest | None:
         InputError: It is no ordinary file, too large, damaged, edited, or of a later schema.
     """
     try:
-        raw = read_ordinary(folder / FILE, MOST)
-        return None if raw is None else typed(unsealed(raw, SCHEMA, "manifest"), Manifest)
-    except UnreadableError as error:
+        return typed(unsealed(read_ordinary(folder / FILE, MOST), SCHEMA, "manifest"), Manifest)
+    except FileNotFoundError:
+        return None
+    except InputError as error:
         raise InputError(f"{folder / FILE} cannot be used: {error}; save it again with applied.save(dir)") from error
     except MALFORMED as error:
         why = " ".join(str(error).split())[:200]
@@ -203,13 +205,15 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     file = folder / TENSORS / said.name
     again = "save the manifest again with applied.save(dir)"
     try:
-        raw = read_ordinary(file, said.bytes) if NAMED.fullmatch(said.name) else None
-        if raw is None:
-            raise UnreadableError("it is not there")
+        if NAMED.fullmatch(said.name) is None:
+            raise FileNotFoundError
+        raw = read_ordinary(file, said.bytes)
         if len(raw) != said.bytes or hashlib.sha256(raw).hexdigest() != said.sha256:
-            raise UnreadableError("it was changed after it was saved: its digest is another")
+            raise InputError("it was changed after it was saved: its digest is another")
         return load(raw)
-    except (UnreadableError, SafetensorError) as error:
+    except FileNotFoundError as error:
+        raise InputError(f"{file} is not there; {again}") from error
+    except (InputError, SafetensorError) as error:
         raise InputError(f"{file} cannot be used: {error}; {again}") from error
 
 

@@ -55,8 +55,11 @@ def _wrappers(function: Any) -> Iterator[FunctionType]:
 def _of_body(function: Any) -> str:
     """Return the digits of a body without what is around it; empty if its source cannot be read."""
     tree = tree_of(function)
-    if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return ""
+    return body_digest(tree) if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)) else ""
+
+
+def body_digest(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return the digits of a function's tree, without annotations, docstring and decorators. The tree is changed."""
     tree.decorator_list = []
     tree.returns = None
     tree.name = "_"

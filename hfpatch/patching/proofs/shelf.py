@@ -13,6 +13,10 @@ from pathlib import Path
 from hfpatch.errors import InputError
 from hfpatch.patching.proofs.proof import Proof, Subject, is_saved
 from hfpatch.report.files import write_atomically
+from hfpatch.untrusted.ordinary import read_json
+
+LARGEST = 64 * 2**20
+"""Largest file of proofs that is read, in bytes."""
 
 
 def beside(patch_file: Path) -> Path:
@@ -90,14 +94,11 @@ def _checksum(lines: Iterable[str]) -> str:
 
 def _read(path: Path, advice: str) -> tuple[Proof, ...]:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path, LARGEST)
         found = tuple(Proof.from_dict(values) for values in content["proofs"])
         if content["checksum"] != _checksum(json.dumps(proof.to_dict()) for proof in found):
             raise ValueError("its checksum is not that of its content")
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    except OSError as error:
-        _say_once(f"{path} cannot be read, so it counts for nothing: {error.strerror or error}")
+    except FileNotFoundError:
         return ()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"

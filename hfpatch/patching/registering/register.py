@@ -12,6 +12,7 @@ from hfpatch.patching.language import Patch
 from hfpatch.patching.registering.installed import valid
 from hfpatch.patching.registering.patch_file import by_path
 from hfpatch.patching.registry import Entry
+from hfpatch.untrusted.ordinary import brief
 
 PATCH = Kind("a Patch or the path of a patch file", lambda v: isinstance(v, (Patch, str, os.PathLike)))
 
@@ -36,8 +37,9 @@ def register(patch: Patch | str | os.PathLike[str], *, id: str | None = None) ->
     """
     want("register", patch=(patch, PATCH), id=(id, optional(TEXT)))
     file = None if isinstance(patch, Patch) else Path(patch).expanduser()
-    if file is not None and not file.is_file():
-        raise InputError(f"register: there is no file {str(file)!r}; give a patch file, as `hfpatch new` writes one")
+    if file is not None and not _is_file(file):
+        named = brief(str(file))
+        raise InputError(f"register: there is no file {named!r}; give a patch file, as `hfpatch new` writes one")
     name = _checked(id if id is not None or file is None else file.stem.replace("_", "-"))
     if isinstance(patch, Patch):
         entry = Entry(name, patch, _file_of(patch), {}, registered=True)
@@ -71,6 +73,13 @@ def _checked(name: str | None) -> str:
         again = f"; call hfpatch.unregister({name!r}) first" if name in registry.by_hand() else "; give another id="
         raise InputError(f"register: the id {name!r} is that of {taken}{again}")
     return name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or no text
+        return False
 
 
 def _file_of(patch: Patch) -> Path:

@@ -23,7 +23,8 @@ from hfpatch.model.walk import peek
 from hfpatch.model.wrapping import RUN_AGAIN, unwrapped
 from hfpatch.patching.verifying.same_weights import difference, files_seen, weights_seen
 from hfpatch.patching.verifying.sealed import sealed, unsealed
-from hfpatch.report.files import UnreadableError, read_ordinary, write_atomically
+from hfpatch.report.files import write_atomically
+from hfpatch.untrusted.ordinary import read_ordinary
 
 if TYPE_CHECKING:
     from hfpatch.model.survey import Survey
@@ -86,9 +87,10 @@ def kept_need(survey: Survey) -> tuple[Peaks | None, str]:
     if folder is None:
         return None, ""
     try:
-        raw = read_ordinary(folder / FILE, MOST)
-        return (None, "") if raw is None else (_peaks(raw, inner, path, folder), "")
-    except UnreadableError as error:
+        return _peaks(read_ordinary(folder / FILE, MOST), inner, path, folder), ""
+    except FileNotFoundError:
+        return None, ""
+    except InputError as error:
         return None, f"{FILE} beside the checkpoint is not used: {error}; {AGAIN}"
 
 
@@ -105,7 +107,7 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
     """Return the measurement in a file, if it is of this model.
 
     Raises:
-        UnreadableError: It is damaged, newer, or of another model.
+        InputError: It is damaged, newer, or of another model.
     """
     try:
         content = unsealed(raw, SCHEMA, "measured")
@@ -118,15 +120,15 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
         other = difference(weights, model)
         if not other and unloaded and content["files"] != files_seen(folder):
             other = "its files of weights are others"
-    except UnreadableError:
+    except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError) as error:
-        raise UnreadableError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
+        raise InputError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
     there = {_above(path, at) for at, _ in model.named_modules()}
     if not other and (unknown := next((at for at in values if at not in there), None)) is not None:
         other = f"it has no module {shown(unknown)}"
     if other:
-        raise UnreadableError(f"it was measured on another model than this {type(model).__name__}: {other}")
+        raise InputError(f"it was measured on another model than this {type(model).__name__}: {other}")
     return Peaks(values, f"on {tokens:,} tokens, kept in {FILE}" if tokens else f"on a batch, kept in {FILE}")
 
 

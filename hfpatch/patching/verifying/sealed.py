@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NoReturn
+from typing import Any
 
-from hfpatch.given import shown
-from hfpatch.report.files import UnreadableError
+from hfpatch.errors import InputError
+from hfpatch.untrusted.ordinary import parsed_json
 
 
 def sealed(content: Any, schema: int, name: str) -> str:
@@ -19,32 +19,19 @@ def unsealed(raw: bytes, schema: int, name: str) -> Any:
     """Return the content of a file that `sealed` made. Its parts may still be of any type.
 
     Raises:
-        UnreadableError: A newer hfpatch wrote it, or it was edited or is damaged.
-        ValueError, KeyError, TypeError, RecursionError: It is not JSON, or not such a file; also a key that is there
-            twice, or NaN.
+        InputError: It is not strict JSON, a newer hfpatch wrote it, or it was edited or is damaged.
+        KeyError, TypeError: It is not such a file.
     """
-    whole = json.loads(raw, object_pairs_hook=_once, parse_constant=_no_number)
+    whole = parsed_json(raw, strict=True)
     found = whole["schema"]
     if type(found) is int and found > schema:
-        raise UnreadableError(f"a newer hfpatch wrote it (schema {found}, known here is {schema})")
+        raise InputError(f"a newer hfpatch wrote it (schema {found}, known here is {schema})")
     content = whole[name]
     if type(found) is not int or found != schema or whole["checksum"] != checksum(content):
-        raise UnreadableError("it was edited or is damaged")
+        raise InputError("it was edited or is damaged")
     return content
 
 
 def checksum(content: Any) -> str:
     """Return hex digits that identify JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {shown(next(n for n in names if names.count(n) > 1))} is there twice")
-    return values
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
