@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from docs import running
+import hfpatch
+from docs import api, patches, running
+from hfpatch.patching import registry
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in FILES}
 ELSEWHERE = {"docs/authoring.md": "tests/test_authoring.py", "README.md": "tests/test_readme.py"}
 """Pages whose code needs more than the page gives, with the tests that run it."""
+PUBLIC = [name for name in hfpatch.__all__ if not name.startswith("_")]
+NAMED = (ast.FunctionDef, ast.ClassDef)
 SECTIONS = [
     pytest.param(page, heading, blocks, id=f"{page}: {heading}")
     for page, text in PAGES.items()
@@ -100,8 +107,51 @@ def test_a_command_that_is_not_hfpatch_is_refused() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    import os
-
     before = (Path.cwd(), dict(os.environ))
     list(running.run([running.Block("python", "import torch; torch.manual_seed(3); open('x', 'w').close()\n", 1)]))
     assert (Path.cwd(), dict(os.environ)) == before
+
+
+@pytest.mark.slow  # a new patch is one file; `make pages` writes the rest
+@pytest.mark.parametrize("patch", sorted(registry.entries()))
+def test_the_page_of_a_patch_is_made_of_its_file_and_proofs(patch: str) -> None:
+    page = patches.FOLDER / f"{patch}.md"
+    assert page.read_text() == patches.page(registry.get(patch)), "python -m docs.patches writes it"
+
+
+@pytest.mark.slow
+def test_the_page_of_all_patches_is_made_of_their_files() -> None:
+    assert (patches.FOLDER / "index.md").read_text() == patches.index(), "python -m docs.patches writes it"
+
+
+@pytest.mark.slow
+def test_no_page_of_a_patch_that_is_gone() -> None:
+    assert set(patches.FOLDER.glob("*.md")) == set(patches.pages())
+
+
+@pytest.mark.slow
+def test_the_page_of_the_api_is_made_of_docstrings() -> None:
+    page = api.page()
+    assert api.PAGE.read_text() == page, "python -m docs.api writes it"
+    assert all(f"\n### hfpatch.{name}\n" in page or f"\n## hfpatch.{name}\n" in page for name in PUBLIC)
+
+
+def test_links_lead_somewhere() -> None:
+    for name, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            assert target.startswith("https://") or (ROOT / name).parent.joinpath(target).exists(), f"{name}: {target}"
+
+
+def test_what_a_page_says_that_a_test_holds_is_held_by_a_test() -> None:
+    named = re.findall(r"`(tests/\w+\.py)::([\w:]+)`", PAGES["docs/distributed.md"])
+    assert len(named) > 20
+    for file, test in named:
+        defined = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, NAMED)}
+        assert set(test.split("::")) <= defined, f"{file}::{test}"
+
+
+def test_every_section_of_symptoms_is_in_its_table() -> None:
+    page = PAGES["docs/symptoms.md"]
+    table, *rest = page.split("\n## ")
+    headings = [part.partition("\n")[0] for part in rest]
+    assert re.findall(r"^\| \[(.+?)\]\(#", table, flags=re.MULTILINE) == headings

@@ -1,5 +1,9 @@
 """Re-draws the initial weights of an added projector: its outputs become as large as the token embeddings.
 
+A projector that you added writes embeddings of another magnitude than the LLM's own. It is re-initialised.
+
+By default: if provably untouched.
+
 ## What goes wrong
 A projector that feeds speech or image features to a language model keeps torch's default initial values, whose outputs
 have an RMS of about 0.58 for any model. Token embeddings have another size: 1.03 in Gemma 3 270M (which scales inside
