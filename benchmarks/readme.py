@@ -67,11 +67,10 @@ def figures() -> str:
 
 def coverage_line(coverage: dict[str, Any]) -> str:
     """What is covered of the architectures that transformers has."""
-    count = sum(r["architectures"] for r in coverage["rows"])
+    counts = ", ".join(f"{r['architectures']} {r['mapping']}" for r in coverage["rows"])
     return (
-        f"How many of the {count} causal, multimodal and encoder-decoder architectures of transformers "
-        f"{coverage['versions']['transformers']} are served: [benchmarks/results/coverage.md]"
-        "(benchmarks/results/coverage.md)."
+        f"How many of the architectures of transformers {coverage['versions']['transformers']} ({counts}) train, take "
+        "LoRA and are served in float16: [benchmarks/results/coverage.md](benchmarks/results/coverage.md)."
     )
 
 
@@ -90,7 +89,7 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
         "(`reinitialises`, `adds-parameters`); they run by name or on what is provably untrained.",
         "How do I undo it?": "`fix.revert()`, or `hfpatch.revert(model)` in any process: the outputs are the stock "
         "ones bit for bit, NaN included.",
-        "Which GPUs?": f"Any that torch runs on, and a CPU. Measured on {', '.join(devices())}.",
+        "Which GPUs?": f"Measured on {', '.join(devices())}; no other was tried.",
         "How soon does it say something?": f"{seconds['of the process']:.0f} s from starting Python to the first "
         f"sentence about a model of one's own, {seconds['from the install']:.0f} s from an empty environment "
         f"({read('stranger-cpu')['device'].partition(',')[0]}).",
@@ -99,7 +98,7 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
 
 
 def devices() -> list[str]:
-    """The cards of the results, and the processors together."""
+    """The cards of the results, and the processors as one."""
     found = {json.loads(file.read_text()).get("device", "") for file in RESULTS.glob("*.json")}
     return [*sorted(name for name in found if name.startswith("NVIDIA")), "CPUs"]
 
