@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,16 @@ SECTIONS = [
 def test_code_runs_and_prints_what_the_page_says(page: str, heading: str, blocks: list[running.Block]) -> None:
     for block, printed in running.run(blocks, page=str(ROOT / page)):
         if block.printed is not None:
-            assert running.stable(printed) == running.stable(block.printed), f"python -m docs.running {page}"
+            got, said = running.stable(printed), running.stable(block.printed)
+            if not as_pinned():  # a plan says then that it proved by itself what the shipped proofs are not about
+                got, said = (running.stable(text.partition("\n")[0]) for text in (printed, block.printed))
+            assert got == said, f"python -m docs.running {page}"
+
+
+def as_pinned() -> bool:
+    """True if the pages were written with the releases of torch and transformers that are installed."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    return all(metadata.version(name).partition("+")[0] == pins[name] for name in ("torch", "transformers"))
 
 
 def test_pages_have_code() -> None:

@@ -58,6 +58,7 @@ def repair(folder: Path) -> None:
     batch = example_inputs(model)
     assert "residual stream" in str(hfpatch.inspect(model))
     assert "fp16-residual-overflow" in [d.patch for d in hfpatch.plan(model).decisions if d.decided == "applied"]
+    assert " decision " in str(hfpatch.plan(model)), "columns of a table hold whole words"
     with hfpatch.trace(model) as traced, torch.no_grad():
         model(**batch)
     assert traced.first_bad is not None
