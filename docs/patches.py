@@ -1,8 +1,8 @@
 """Writes docs/patches/*.md and the table of patches in README.md: `python -m docs.patches`.
 
 Everything on these pages is in the file of a patch and in the proofs beside it. In its docstring, the line before the
-headings says what it does, the paragraph after it the fault and the fix, and a line `By default: ...` when a bare
-`apply` runs it.
+headings says what it does, the paragraph after it the fault and the fix, and its last sentence, `By default: ...`, when
+a bare `apply` runs it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Lead:
 
 def lead(entry: Entry) -> Lead:
     """Return the beginning of the docstring of a patch."""
-    line, *more = (" ".join(part.split()) for part in entry.sections[""].split("\n\n"))
-    texts = [part for part in more if not part.startswith(DEFAULT)]
-    said = next((part.removeprefix(DEFAULT).removesuffix(".") for part in more if part.startswith(DEFAULT)), "")
-    return Lead(line, " ".join(texts) or line, said or ("yes" if entry.effect in UNASKED else "no"))
+    line, _, more = entry.sections[""].partition("\n\n")
+    text, _, said = " ".join(more.split()).partition(DEFAULT)
+    line = " ".join(line.split())
+    return Lead(line, text.strip() or line, said.removesuffix(".") or ("yes" if entry.effect in UNASKED else "no"))
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -147,7 +147,7 @@ def architectures(entry: Entry) -> list[str]:
     for releases in sorted({_releases(p) for p in mine}, reverse=True):
         proofs = [p for p in mine if _releases(p) == releases]
         found = {word: sorted({p.subject.name for p in proofs if p.outcome == word}) for word in OUTCOMES}
-        counts = [(f"*{word}*", OUTCOMES[word], len(names)) for word, names in found.items()]
+        counts = [(f"*{word}*", meaning, len(found[word])) for word, meaning in OUTCOMES.items()]
         lines += ["", f"{releases}:", "", *table(("outcome", "what it means", "number"), counts), ""]
         lines += [line for word, names in found.items() if names for line in _named(word, names)]
     return lines

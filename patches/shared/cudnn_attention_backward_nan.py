@@ -1,8 +1,7 @@
 """Keeps sdpa attention off a cuDNN kernel whose backward pass gives NaN.
 
-A cuDNN kernel gives NaN gradients with a finite loss, on Hopper GPUs. Attention runs without it.
-
-By default: if a probe fails.
+A cuDNN kernel gives NaN gradients with a finite loss, on Hopper GPUs. Attention runs without it. By default: if a probe
+fails.
 
 ## What goes wrong
 On Hopper GPUs, since torch 2.11, sdpa's default backend gives NaN gradients of the queries although output and loss

@@ -1,9 +1,7 @@
 """Lets torch's encoder layers run their linear maps in evaluation, so that adapters on them count.
 
 In evaluation torch's `nn.TransformerEncoderLayer` runs one kernel in place of its linear maps, so adapters on them are
-ignored. It runs the maps.
-
-By default: where an adapter is.
+ignored. It runs the maps. By default: where an adapter is.
 
 ## What goes wrong
 In evaluation, without gradients, torch's `nn.TransformerEncoderLayer` hands its weights to one fused kernel. The

@@ -2,9 +2,7 @@
 
 The residual stream of Gemma 2 and 3 and of most other architectures (encoders, image and sound towers too) can pass
 65,504 and become NaN in float16. It runs in float32; the branches stay in float16. An architecture without a proof is
-tried on a tiny model of its own.
-
-By default: yes.
+tried on a tiny model of its own. By default: yes.
 
 ## What goes wrong
 Every layer adds its branches to one running sum, the residual stream. In some models that sum

@@ -1,9 +1,7 @@
 """Restores the buffers that a cast of the whole model rounded.
 
 `.half()`, `.to(dtype)` or `bf16_full_eval` rounded rotary tables, or `to_empty` left them unwritten. They become what
-`from_pretrained(dtype=)` leaves.
-
-By default: yes.
+`from_pretrained(dtype=)` leaves. By default: yes.
 
 ## What goes wrong
 Rotary tables, sinusoids and scales are buffers that no checkpoint holds: the model computes them. `from_pretrained`
