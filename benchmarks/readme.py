@@ -78,8 +78,9 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
     """What is asked next, each with a line from a run."""
     guard = next(r for r in read("guard-h200")["rows"] if r["variant"] == "guard")
     warm = next(r for r in read("engine")["warm"]["times"] if 1200 < r["modules"] < 1300)
-    said = {r["step"]: r["said"] for r in read("stranger-cpu")["rows"]}
-    seconds = read("stranger-cpu")["first sentence"]
+    stranger = read("stranger-cpu")
+    said = {r["step"]: r["said"] for r in stranger["rows"]}
+    seconds, load = stranger["first sentence"], max(stranger["load average"])
     asked = {
         "Does it slow me down?": f"A LoRA step {step['time / stock']:.2f} times stock, a forward pass "
         f"{forward['time / stock']:.2f} times ({card}); with the guard {guard['against clip_grad_norm_']:.3f} times a "
@@ -92,7 +93,7 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
         "Which GPUs?": f"Measured on {', '.join(devices())}; no other was tried.",
         "How soon does it say something?": f"{seconds['of the process']:.0f} s from starting Python to the first "
         f"sentence about a model of one's own, {seconds['from the install']:.0f} s from an empty environment "
-        f"({read('stranger-cpu')['device'].partition(',')[0]}).",
+        f"({', '.join(stranger['device'].split(', ')[:2])}, load average up to {load:.0f}).",
     }
     return ["| | |", "|---|---|", *(f"| {question} | {answer} |" for question, answer in asked.items())]
 
