@@ -1,6 +1,7 @@
 """Adds layers to a LoRA adapter for the linear maps of its blocks that its target names miss.
 
-A LoRA adapter misses linear layers of its blocks. It gains them, with bit-identical outputs. By default: no.
+A LoRA adapter misses linear layers of its blocks. It gains them, with bit-identical outputs; `fix.add_to(optimizer)`
+trains them in an optimizer that exists, with the settings of their siblings. By default: no.
 
 ## What goes wrong
 Target names copied from a Llama script match only modules of these names: q and v alone, or on a model with
