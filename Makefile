@@ -8,17 +8,17 @@ DEVICE ?= cpu
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test quick fuzz test-architectures test-browser test-thorough test-real evidence lint clean
+.PHONY: demo test quick fuzz test-architectures test-browser test-thorough test-real test-clean evidence pages docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
 
 test: $(VENV)/.installed-test
-	$(TEST) $(PARALLEL) -m "not real and not architectures and not browser and not thorough"
+	$(TEST) $(PARALLEL) -m "not real and not architectures and not browser and not thorough and not clean"
 
 # without ranks, notebooks, pictures, compiled models and processes; each patch and each kind of edit on one architecture
 quick: $(VENV)/.installed-test
-	$(TEST) $(PARALLEL) -m "not slow and not real and not architectures and not browser and not thorough"
+	$(TEST) $(PARALLEL) -m "not slow and not real and not architectures and not browser and not thorough and not clean"
 
 test-architectures: $(VENV)/.installed-test
 	$(TEST) $(PARALLEL) -m architectures tests
@@ -38,6 +38,22 @@ test-real: $(VENV)/.installed-real
 fuzz: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz --count 10000 --processes $(WORKERS) --json benchmarks/results/fuzz-cpu.json --markdown benchmarks/results/fuzz-cpu.md
 
+# the lowest and the newest release of each dependency, in fresh environments: downloads gigabytes
+test-clean: $(VENV)/.installed-test
+	$(TEST) -m clean tests/clean
+
+# what is made of the code, the proofs and the figures, and what the examples of a page print
+pages: $(VENV)/.installed
+	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python -m docs.patches
+	$(BIN)/python -m docs.api
+	$(BIN)/python docs/atlas.py --render
+	$(BIN)/python -m docs.running docs/start.md docs/symptoms.md
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --builder html --conf-dir docs . build/html
+	@echo build/html/docs/index.html
+
 # the page of evidence: real weights in each way to run them; DEVICE=cuda on a GPU
 evidence: $(VENV)/.installed-evidence
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence.py --device $(DEVICE) --json benchmarks/results/evidence-$(DEVICE).json > benchmarks/results/evidence-$(DEVICE).md
@@ -56,6 +72,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(VENV)/.installed-real: $(VENV)/.installed-test requirements-real.txt

@@ -10,8 +10,6 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: made by benchmarks/readme.py -->", "<!-- end of figures -->"
 
-SCRIPT = "`benchmarks/coverage.py`"
-
 ROWS = {
     "fp16 stock": "fp16 weights, stock",
     "fp16 patched": "**fp16 weights, `hfpatch.apply`**",
@@ -28,7 +26,7 @@ def read(name: str) -> dict[str, Any]:
 
 def figures() -> str:
     """The table and the lines under it."""
-    quality, speed, host, cli = read("gemma_fp16-abcd-h100"), read("gemma_fp16-e-h100"), read("engine"), read("cli")
+    quality, speed = read("gemma_fp16-abcd-h100"), read("gemma_fp16-e-h100")
     sdpa = {r["way"]: r for r in quality["a"] if r["attention"] == "sdpa"}
     steps = {r["way"]: r for r in speed["e"] if r["what"] != "inference"}
     errors = {r["way"]: r for r in quality["b"]}
@@ -60,41 +58,50 @@ def figures() -> str:
         f"{runs['fp32']['last-10 loss']:.3f}, bf16 {runs['bf16']['last-10 loss']:.3f}). "
         f"The patched KL is {sdpa['bf16 weights']['KL'] / patched['KL']:.0f} times smaller than that of bf16 weights.",
         "",
-        host_line(host) + " " + cli_line(cli),
-        "",
         coverage_line(read("coverage")),
+        "",
+        *questions(steps["fp16 patched"], inference["fp16 patched"], speed["device"]),
     ]
     return "\n".join(lines)
 
 
 def coverage_line(coverage: dict[str, Any]) -> str:
     """What is covered of the architectures that transformers has."""
-    counts = [
-        f"of {r['architectures']} {r['mapping']} architectures {r['tiny model trains']} train as tiny models, in "
-        f"{r['LoRA reaches what is named']} PEFT adapts exactly the LoRA targets, in {r['float16 streams cured']} "
-        f"every float16 stream, towers included, is widened or cannot overflow ({r['of these harmless']} need nothing)"
-        for r in coverage["rows"]
-    ]
-    return f"transformers {coverage['versions']['transformers']} ({SCRIPT}): " + "; ".join(counts) + "."
-
-
-def host_line(host: dict[str, Any]) -> str:
-    """Cost of the engine."""
-    warm = next(r for r in host["warm"]["times"] if r["modules"] > 1200 and r["modules"] < 1300)
+    counts = ", ".join(f"{r['architectures']} {r['mapping']}" for r in coverage["rows"])
     return (
-        f"Plan, apply and revert of everything on a {warm['modules']:,}-module model: "
-        f"{warm['together ms']:.0f} ms warm, "
-        "no tensor added."
+        f"How many of the architectures of transformers {coverage['versions']['transformers']} ({counts}) train, take "
+        "LoRA and are served in float16: [benchmarks/results/coverage.md](benchmarks/results/coverage.md)."
     )
 
 
-def cli_line(cli: dict[str, Any]) -> str:
-    """Cost of the command line."""
-    ratios = {r["command"].split()[0]: r["ratio"] for r in cli["light"]}
-    return (
-        f"`hfpatch list` takes {ratios['list']:.1f} times as long as importing typer and rich, "
-        f"`explain` {ratios['explain']:.1f} times."
-    )
+def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[str]:
+    """What is asked next, each with a line from a run."""
+    guard = next(r for r in read("guard-h200")["rows"] if r["variant"] == "guard")
+    warm = next(r for r in read("engine")["warm"]["times"] if 1200 < r["modules"] < 1300)
+    stranger = read("stranger-cpu")
+    said = {r["step"]: r["said"] for r in stranger["rows"]}
+    seconds, load = stranger["first sentence"], max(stranger["load average"])
+    asked = {
+        "Does it slow me down?": f"A LoRA step {step['time / stock']:.2f} times stock, a forward pass "
+        f"{forward['time / stock']:.2f} times ({card}); with the guard {guard['against clip_grad_norm_']:.3f} times a "
+        f"step that clips ({read('guard-h200')['device']}). Plan, apply and revert on {warm['modules']:,} modules: "
+        f"{warm['together ms']:.0f} ms.",
+        "Does it change my checkpoint?": f"No: {said['the checkpoint']}. The plan marks patches that write weights "
+        "(`reinitialises`, `adds-parameters`); they run by name or on what is provably untrained.",
+        "How do I undo it?": "`fix.revert()`, or `hfpatch.revert(model)` in any process: the outputs are the stock "
+        "ones bit for bit, NaN included.",
+        "Which GPUs?": f"Measured on {', '.join(devices())}; no other was tried.",
+        "How soon does it say something?": f"{seconds['of the process']:.0f} s from starting Python to the first "
+        f"sentence about a model of one's own, {seconds['from the install']:.0f} s from an empty environment "
+        f"({', '.join(stranger['device'].split(', ')[:2])}, load average up to {load:.0f}).",
+    }
+    return ["| | |", "|---|---|", *(f"| {question} | {answer} |" for question, answer in asked.items())]
+
+
+def devices() -> list[str]:
+    """The cards of the results, and the processors as one."""
+    found = {json.loads(file.read_text()).get("device", "") for file in RESULTS.glob("*.json")}
+    return [*sorted(name for name in found if name.startswith("NVIDIA")), "CPUs"]
 
 
 def filled(text: str) -> str:

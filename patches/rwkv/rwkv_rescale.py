@@ -1,5 +1,8 @@
 """Lets RWKV's weights be the same in evaluation and in training, so that adapters on them count the same.
 
+In evaluation RWKV divides weights by powers of 2, and not the adapters on them. It divides nothing. By default: where
+an adapter is.
+
 ## What goes wrong
 In evaluation RWKV divides the output maps of its later layers by powers of 2, in place, and halves the residual stream
 after every `rescale_every` layers. The part of an adapter around such a map is not divided: in the last layers of a

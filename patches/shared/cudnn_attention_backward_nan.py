@@ -1,5 +1,8 @@
 """Keeps sdpa attention off a cuDNN kernel whose backward pass gives NaN.
 
+A cuDNN kernel gives NaN gradients with a finite loss, on Hopper GPUs. Attention runs without it. By default: if a probe
+fails.
+
 ## What goes wrong
 On Hopper GPUs, since torch 2.11, sdpa's default backend gives NaN gradients of the queries although output and loss
 are finite, if a mask is given, the number of keys is 64 modulo 128, and all logits of a row are below about -88.

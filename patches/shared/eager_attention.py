@@ -1,5 +1,8 @@
 """Switches a submodel to eager attention, if it needs it.
 
+sdpa drops a soft-cap or sinks, or you want attention weights. Attention runs eagerly, which is less exact than sdpa in
+bf16. By default: no.
+
 ## What goes wrong
 torch's fused kernels cannot compute soft-capped logits or learned sinks. An implementation that is forced by
 writing `config._attn_implementation` ignores them silently, or fails in its forward. Attention weights are returned

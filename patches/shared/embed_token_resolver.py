@@ -1,5 +1,7 @@
 """Adds a working `get_input_embeddings` to an object that holds a language model.
 
+Your object holds a language model and has no working `get_input_embeddings`. It gets one. By default: yes.
+
 ## What goes wrong
 Code that needs the token embedding calls `get_input_embeddings()`. A hand-written multimodal module has no
 such method; DDP, DataParallel and compiled DDP hide it; `CLIPModel` raises. Projects therefore use chains such as

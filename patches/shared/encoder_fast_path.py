@@ -1,5 +1,8 @@
 """Lets torch's encoder layers run their linear maps in evaluation, so that adapters on them count.
 
+In evaluation torch's `nn.TransformerEncoderLayer` runs one kernel in place of its linear maps, so adapters on them are
+ignored. It runs the maps. By default: where an adapter is.
+
 ## What goes wrong
 In evaluation, without gradients, torch's `nn.TransformerEncoderLayer` hands its weights to one fused kernel. The
 forwards of `linear1`, `linear2`, `self_attn` and its norms do not run, so an adapter on them is ignored: it trains, and

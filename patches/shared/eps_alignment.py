@@ -1,5 +1,8 @@
 """Gives norms that were added to a model the eps of the backbone they feed.
 
+A norm that you added has another eps than the backbone it feeds. It gets the backbone's. By default: if provably
+untrained.
+
 ## What goes wrong
 A norm added to a language model keeps the eps its author chose (1e-4, or torch's 1e-5), although the
 backbone's norms use another (1e-6 in most). Rows of small variance then come out smaller than the

@@ -1,5 +1,9 @@
 """Computes branches that float16 cannot hold with values a power of two smaller, or in float32.
 
+Inside an MLP or an expert, or in what an attention's `o_proj` writes, a value passes 65,504 although the stream is
+float32. The part runs with values a power of two smaller, or in float32. `plan` and `apply` with `batch=` measure the
+need. By default: if a batch shows it.
+
 ## What goes wrong
 Inside an MLP or an expert, the product of gate and up, the activation, or what the last map writes, passes 65,504, the
 largest float16. So may what an attention's last map (`o_proj`) writes. It is inf before it reaches the residual stream,

@@ -1,5 +1,9 @@
 """Runs the residual stream in float32 if float16 cannot hold it.
 
+The residual stream of Gemma 2 and 3 and of most other architectures (encoders, image and sound towers too) can pass
+65,504 and become NaN in float16. It runs in float32; the branches stay in float16. An architecture without a proof is
+tried on a tiny model of its own. By default: yes.
+
 ## What goes wrong
 Every layer adds its branches to one running sum, the residual stream. In some models that sum
 exceeds 65,504, the largest float16, although no projection does: the addition gives inf, the next norm

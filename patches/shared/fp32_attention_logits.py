@@ -1,5 +1,8 @@
 """Computes attention logits in float32 if half precision cannot hold them.
 
+Eager attention in float16: products above 65,504 and padded rows become NaN. Logits are computed in float32, autocast
+off. By default: float16 eager.
+
 ## What goes wrong
 Eager attention multiplies queries by keys in the dtype of the weights. In float16 a product above 65,504 is
 inf and the loss NaN, although the scale applied next would bring it back into range; a mask's lowest

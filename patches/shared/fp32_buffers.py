@@ -1,5 +1,8 @@
 """Restores the buffers that a cast of the whole model rounded.
 
+`.half()`, `.to(dtype)` or `bf16_full_eval` rounded rotary tables, or `to_empty` left them unwritten. They become what
+`from_pretrained(dtype=)` leaves. By default: yes.
+
 ## What goes wrong
 Rotary tables, sinusoids and scales are buffers that no checkpoint holds: the model computes them. `from_pretrained`
 with dtype= leaves rotary tables in float32. `.half()`, `.bfloat16()`, `.to(dtype)` and a Trainer's `bf16_full_eval` or

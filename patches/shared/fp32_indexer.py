@@ -1,5 +1,8 @@
 """Computes the scores of sparse indexers in float32 under autocast.
 
+Autocast rounds the scores of sparse indexers (DeepSeek-V3.2 and ten others), so other positions are attended to. The
+indexer runs in float32. By default: yes.
+
 ## What goes wrong
 DeepSeek-V3.2 and models like it attend only to the positions that an indexer scores highest. It multiplies
 `q.float()` by `k.float()`, because nearly equal scores decide; autocast casts both back, and also rounds the weights

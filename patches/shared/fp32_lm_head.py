@@ -1,5 +1,8 @@
 """Computes the logits of a language model's head in float32.
 
+A half-precision head rounds logits, so log-probabilities differ between generation and training (GRPO, DPO). They are a
+float32 product, autocast off. By default: no.
+
 ## What goes wrong
 A head in bfloat16 rounds each logit to 8 significant bits: a logit of 20 to a multiple of 1/8. Log-probabilities of
 the same tokens then differ between two forwards that round differently, generate and a training step for example, and

@@ -1,5 +1,8 @@
 """Adds layers to a LoRA adapter for the linear maps of its blocks that its target names miss.
 
+A LoRA adapter misses linear layers of its blocks. It gains them, with bit-identical outputs; `fix.add_to(optimizer)`
+trains them in an optimizer that exists, with the settings of their siblings. By default: no.
+
 ## What goes wrong
 Target names copied from a Llama script match only modules of these names: q and v alone, or on a model with
 fused maps (qkv_proj, gate_up_proj) little more than the output projections. PEFT gives no warning, the run trains

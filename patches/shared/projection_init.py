@@ -1,31 +1,31 @@
 """Re-draws the initial weights of an added projector: its outputs become as large as the token embeddings.
 
+An added projector writes embeddings of another size than the LLM's. It is re-drawn. By default: if provably untouched.
+
 ## What goes wrong
 A projector that feeds speech or image features to a language model keeps torch's default initial values, whose outputs
 have an RMS of about 0.58 for any model. Token embeddings have another size: 1.03 in Gemma 3 270M (which scales inside
 its embedding module), 0.14 in SmolLM2 135M. One then dominates the other until training has corrected the projector.
 
 ## What this changes
-The weight of the linear layer that writes the embeddings is re-drawn, normal with mean 0, and its bias becomes 0.
-The std gives the outputs the RMS of the token embeddings as the language model sees them:
-rms / (rms of the layer's input * sqrt(fan_in)); the option `std` overrides it. A bare apply does so only if the layer
-is trainable and provably holds torch's initial values (every float32 value lies on the lattice that torch draws from,
-which one optimizer step leaves), there is evidence that it is a projector (a name such as proj, connector, speech; an
-encoder or a norm of its input width), and its output is that of the module around it. Others are re-drawn only by name;
-LoRA matrices and 1 + tanh modulations never. Of several layers, only the last is re-drawn; if another operation
-follows it, the patch is refused.
+The weight of the linear layer that writes the embeddings is re-drawn, normal with mean 0, and its bias becomes 0. The
+std gives the outputs the RMS of the token embeddings as the language model sees them: rms / (rms of the layer's input *
+sqrt(fan_in)); the option `std` overrides it. A bare apply does so only if the layer is trainable and provably holds
+torch's initial values (every float32 value lies on the lattice that torch draws from, which one optimizer step leaves),
+there is evidence that it is a projector (a name such as proj, connector, speech; an encoder or a norm of its input
+width), and its output is that of the module around it. Others are re-drawn only by name; LoRA matrices and 1 + tanh
+modulations never. Of several layers, only the last is re-drawn; if another operation follows it, the patch is refused.
 
 ## Numerics
-prepares on an untrained projector, reinitialises on any other. The RMS is met up to sampling error: on Gemma 3 270M
-0.1 % with one layer, 1.1 % with two. Its input is assumed to have RMS 1, as after a norm (the option `input_rms`
-changes it); the layers before the last are run on noise of that RMS to measure the last layer's input.
+prepares on an untrained projector, reinitialises on any other. The RMS is met up to sampling error: on Gemma 3 270M 0.1
+% with one layer, 1.1 % with two. Its input is assumed to have RMS 1, as after a norm (the option `input_rms` changes
+it); the layers before the last are run on noise of that RMS to measure the last layer's input.
 
 ## Known limits
-A projector counts as untrained even if later modules were trained on its output, or if a step moved only a few
-elements, by chance to other lattice points. In half precision, in float64 and below about 50 weights nothing is
-provable. The lattice was checked on CPUs and on one H200. Convolutions and sharded layers are refused; so are several
-projectors, unless `options={"projection-init": {"modules": ["path"]}}` names them. Operations after a layer in the
-forward of the object itself are not seen.
+A projector counts as untrained even if later modules were trained on its output, or a step moved only a few elements,
+by chance to other lattice points. In half precision, float64 and below about 50 weights nothing is provable. The
+lattice was checked on CPUs and one H200. Convolutions and sharded layers are refused, and several projectors unless
+`options={"projection-init": {"modules": ["path"]}}` names them. Operations in the object's own forward are not seen.
 
 ## Sources
 SALMONN-style speech LLMs that set std 0.02; torch's `at::transformation::uniform_real`, `nn.Linear.reset_parameters`.

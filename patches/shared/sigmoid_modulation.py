@@ -1,5 +1,8 @@
 """Replaces the factor 1 + tanh(x) of a modulation by a sigmoid that stays between bounds and is 1 at 0.
 
+Your module multiplies by `1 + tanh(x)`, which reaches 0 and doubles. It becomes a bounded sigmoid, exactly 1 at 0. By
+default: while the argument of its tanh is 0.
+
 ## What goes wrong
 An adapter that multiplies hidden states by 1 + tanh(x) can multiply by any factor in (0, 2). Near 0 a layer's output
 and the gradients through it vanish; near 2, a few tens of layers overflow. 2 * sigmoid(2 x) is the same function, and

@@ -1,5 +1,8 @@
 """Runs the last map of T5's feed-forward parts in float32.
 
+The outputs of T5's feed-forward parts (`wo`) pass 65,504 in float16 and under float16 autocast. They are computed in
+float32. By default: yes.
+
 ## What goes wrong
 The outputs of T5's feed-forward parts alone exceed 65,504, the largest float16. transformers therefore keeps their last
 map, `wo`, in float32 when it loads a checkpoint, and clamps float16 values. float16 autocast computes `wo` in float16

@@ -1,0 +1,1 @@
+"""What makes the pages: `make pages` writes those that are made, `make docs` builds the site."""
