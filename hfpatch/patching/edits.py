@@ -273,13 +273,7 @@ def map_output(where: Selection, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def copy_output(where: Selection, text: str, *, begins: bool = False) -> Template:
-    """Hand out a copy of the output of each module, which is no leaf of autograd's graph.
-
-    Args:
-        where: Modules whose output is a tensor, or a tuple that begins with one.
-        text: A few words about the edit.
-        begins: True to make gradients flow from there on, in training mode; False to copy only what requires one.
-    """
+    """Hand out a copy of each output, no leaf of autograd's graph; `begins` makes gradients flow from there on too."""
 
     def change(_context: Context, _target: Target) -> Change:
         from hfpatch.patching.kinds.in_gradients.copy_output import CopyOutput
@@ -287,6 +281,17 @@ def copy_output(where: Selection, text: str, *, begins: bool = False) -> Templat
         return CopyOutput(begins)
 
     return Template(where, change, text)
+
+
+def keep_documents(where: Selection, masked: Callable[[Context, Target], bool]) -> Template:
+    """Keep packed documents apart in calls of language models: `masked` returns True for a mask, False for no cache."""
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.in_arguments.keep_documents import KeepDocuments
+
+        return KeepDocuments(masked(context, target))
+
+    return Template(where, change, "keep packed documents apart")
 
 
 def in_float32(where: Selection) -> Template:
