@@ -25,7 +25,7 @@ def test_kept_apart_refused_or_apart() -> None:
         try:
             model = tiny_model(name, task="causal")
             parts = documents()
-            batch, want = packed(parts), alone(model, parts)
+            batch, want = {k: v for k, v in packed(parts).items() if k != "labels"}, alone(model, parts)
         except (InputError, *FAILED):
             continue
         word = hfpatch.plan(model, only=ID).decisions[0].decided
