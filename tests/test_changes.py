@@ -20,7 +20,9 @@ from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.compute_inside import ComputeInside
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
 from hfpatch.patching.kinds.expansion import Expansion
+from hfpatch.patching.kinds.in_arguments.keep_documents import KeepDocuments
 from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
+from hfpatch.patching.kinds.in_gradients.copy_output import CopyOutput
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.one_plus_tanh import Bounded
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
@@ -47,6 +49,9 @@ CHANGES: dict[str, Change] = {
     "compute dtype inside -> float32": ComputeInside(),
     "branch scale -> 2^-8, float32 at its end": ScaleBranch("act_fn", "down_proj", 8),
     "map scale -> 2^-8, float32 at its end": ScaleMap(8),
+    "copy of the output -> copied": CopyOutput(begins=False),
+    "gradients of the output -> copied, with gradients": CopyOutput(begins=True),
+    "packed documents -> apart, by a mask": KeepDocuments(masked=True),
     "attention -> eager": ChooseAttention("eager"),
     "adapter a, b -> a: 1 more modules (q); b: 2 more modules (q, k)": AddTargets(
         (Expansion("a", ("0.q",), ("q",)), Expansion("b", ("0.q", "0.k"), ("q", "k")))

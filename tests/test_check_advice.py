@@ -48,9 +48,17 @@ def test_no_advice_that_crashes(architecture: str) -> None:
         real(usual, batch)
     hazard = one(hfpatch.check(model, REENTRANT, batch=batch), "checkpointing-cuts-off")
     assert "enable_input_require_grads" not in hazard.change
-    assert "'use_reentrant': False} (tried on this batch" in hazard.change
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert (
+        hazard.change
+        == 'hfpatch.apply(model, include=["tower-input-grads"]) (tried on this batch: all of them get one)'
+    )
+    fix = hfpatch.apply(model, include="tower-input-grads", verbose=False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     assert not real(model, batch)
+    fix.revert()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        real(model, batch)
+    model.gradient_checkpointing_disable()
     assert "use_reentrant" in one(hfpatch.check(adapted(architecture)[0], REENTRANT), "checkpointing-cuts-off").change
     unseen = one(hfpatch.check(adapted(architecture)[0], REENTRANT), "checkpointing-cuts-off").change
     assert "not tried" in unseen
@@ -106,7 +114,10 @@ def test_a_write_into_an_embedding(architecture: str, tensor: str, embedding: st
     hazard = one(found, "inplace-embedding")
     assert "step-raises" not in found.ids
     assert f"writes into {tensor}, the output of {embedding}, in place (" in hazard.reason
-    assert hazard.change == "model.disable_input_require_grads() (tried on this batch: the step runs)"
+    assert hazard.change == 'hfpatch.apply(model, include=["clone-embeds"]) (tried on this batch: the step runs)'
+    fix = hfpatch.apply(model, include="clone-embeds", verbose=False)
+    assert not real(model, batch)
+    fix.revert()
     model.disable_input_require_grads()
     assert not real(model, batch)
 
@@ -118,11 +129,12 @@ def test_a_write_into_an_embedding_under_checkpointing(architecture: str) -> Non
     model, batch = adapted(architecture)
     for args in (REENTRANT, OTHER):
         hazard = one(hfpatch.check(model, args, batch=batch), "inplace-embedding")
-        assert "gradient_checkpointing_enable({'use_reentrant': False}), then model.disable_input" in hazard.change
-        assert "(tried on this batch: the step runs)" in hazard.change
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.disable_input_require_grads()
-    assert not real(model, batch)
+        assert hazard.change == 'hfpatch.apply(model, include=["clone-embeds"]) (tried on this batch: the step runs)'
+    hfpatch.apply(model, include="clone-embeds", verbose=False)
+    for reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        cut = real(model, batch)
+        assert not cut or (reentrant and all("image_encoder" in name or "patch" in name for name in cut)), cut
 
 
 class OwnLeaf(nn.Module):

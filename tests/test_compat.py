@@ -852,6 +852,30 @@ def test_reentrant_checkpointing_is_told_by_the_layer() -> None:
         assert checkpointing.is_reentrant(layer) is reentrant
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_is_turned_on_and_off_without_a_warning(reentrant: bool) -> None:
+    model = tiny_model("llama")
+    checkpointing.turn_on(model, reentrant=reentrant)
+    layer = model.model.layers[0]
+    assert layer.gradient_checkpointing
+    assert checkpointing.is_reentrant(layer) is reentrant
+    checkpointing.turn_off(model)
+    assert not layer.gradient_checkpointing
+
+
+def test_a_hook_of_other_code_that_follows_ours() -> None:
+    module = nn.Linear(2, 2)
+    first, second = (lambda *_: None), (lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    hooks.after(module, first)
+    hooks.after(module, second)
+    assert not hooks.followed(module, first), "those before it, and our own"
+    module.register_forward_hook(lambda *_: None)
+    assert hooks.followed(module, first)
+    assert hooks.followed(module, second)
+
+
 class TestPEFT:
     def adapted(self, **words: Any) -> Any:
         from peft import LoraConfig, get_peft_model

@@ -15,3 +15,20 @@ def is_reentrant(layer: Any) -> bool:
     """
     function: Any = getattr(layer, "_gradient_checkpointing_func", None)
     return isinstance(function, functools.partial) and function.keywords.get("use_reentrant", True) is not False
+
+
+def turn_on(model: Any, *, reentrant: bool) -> None:
+    """Turn activation checkpointing on, by the name that this release of transformers has: it warns of the older one.
+
+    In a model that reads text, transformers then makes the input embeddings require gradients.
+
+    Raises:
+        ValueError: The model does not support it.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
+def turn_off(model: Any) -> None:
+    """Turn activation checkpointing off again."""
+    (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()

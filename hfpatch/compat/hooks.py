@@ -150,6 +150,16 @@ def is_set(module: nn.Module, hook: object) -> bool:
     return any(key in slots[BEFORE[0]] or key in slots[AFTER[-1]] for key in keys(module, [hook]))
 
 
+def followed(module: nn.Module, hook: object) -> bool:
+    """True if a hook of other code runs after this one when a module's forward has returned."""
+    mine = False
+    for key, each in hooks_of(module)[1].items():
+        if mine and key >= 0:
+            return True
+        mine = mine or each is hook
+    return False
+
+
 def orphans(module: nn.Module) -> list[int]:
     """Return the keys of hfpatch's flags whose hook was removed by other code, which left the flags."""
     slots, hooked = module.__dict__, {key for table in hooks_of(module) for key in table}

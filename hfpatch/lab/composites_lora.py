@@ -41,6 +41,17 @@ def peft_all(llm: PreTrainedModel) -> nn.Module:
     return _trained(llm, lora_targets(llm).target_modules)
 
 
+def peft_towers(llm: PreTrainedModel) -> nn.Module:
+    """Return a PEFT model with a trained adapter on every linear map of its blocks, towers included.
+
+    Args:
+        llm: The model; it is changed.
+    """
+    from hfpatch.lora.targets import lora_targets
+
+    return _trained(llm, lora_targets(llm, "all").target_modules)
+
+
 def peft_all_linear(llm: PreTrainedModel) -> nn.Module:
     """Return a PEFT model with a trained adapter on every linear map but the head, as PEFT's "all-linear" names them.
 

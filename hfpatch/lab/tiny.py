@@ -24,6 +24,7 @@ from hfpatch.lab.composites_lora import (
     peft_all,
     peft_all_linear,
     peft_qv,
+    peft_towers,
     torch_encoder,
     torch_encoder_time_first,
 )
@@ -224,6 +225,7 @@ COMPOSITES: dict[str, Callable[[Any], nn.Module]] = {
     "lora-qv": peft_qv,
     "lora-all": peft_all,
     "lora-all-linear": peft_all_linear,
+    "lora-towers": peft_towers,
     "torch-encoder": torch_encoder,
     "torch-encoder-plain": EncodedLLM,
     "torch-encoder-time-first": torch_encoder_time_first,

@@ -92,11 +92,11 @@ def _found(architecture: str, layers: int | None, overrides: str) -> nn.Module:
 def tower_inputs(model: nn.Module) -> dict[str, Any]:
     """Return a batch for a model of `tower_model`."""
     if isinstance(model, WithHead):
-        return {k: _plain(k, v) for k, v in example_inputs(model.tower).items() if k not in text()}
+        return {k: plain(k, v) for k, v in example_inputs(model.tower).items() if k not in text()}
     return example_inputs(model)
 
 
-def _plain(name: str, value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """Return an input as a tower alone reads it: samples as [batch, samples]."""
     return value[:, 0] if name == "input_values" and value.dim() == 3 else value
 

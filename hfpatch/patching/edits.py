@@ -1,23 +1,5 @@
 """The edits that a patch file can declare, all of them reversible. Declaring one changes nothing.
 
-    set_attribute      set an attribute of a module
-    set_tensor         replace the values of a parameter or buffer in place
-    scale_tensor       multiply a parameter by a power of two
-    set_buffers        replace buffers with tensors of another dtype
-    cast_input         cast the input of a module
-    cast_output        cast the output of a module
-    map_output         pass the output of a module through a function
-    keep_float32       leave a float32 stream as it is where a module's own code casts it
-    read_stream        compute in float32 if the input is float32, and return the dtype of the weights
-    in_float32         run a torch norm or linear layer in float32, its weights unchanged
-    outside_autocast   run a module in float32 and outside autocast, if autocast is on
-    in_float32_inside  run everything in a module in float32, its weights unchanged
-    choose_attention   set the attention implementation of a submodel
-    add_targets        add layers to a LoRA adapter
-    bound_modulation   replace 1 + tanh(x) in a module's own forward with a bounded factor
-    scale_branch       run a branch with smaller values, and give its output in float32
-    scale_map          run a linear map with smaller values, and give its output in float32
-
 A template holds the change for every module that a selection finds. Resolved against a model it becomes
 `Edit`s: one change to one module each, with the value before. Each edited module carries its own `Record`s
 in `__dict__`, so a deepcopy or an unpickled model can report its edits and be reverted.
@@ -287,6 +269,28 @@ def map_output(where: Selection, function: Callable[[torch.Tensor], torch.Tensor
         return MapOutput(function)
 
     return Template(where, change, text)
+
+
+def copy_output(where: Selection, text: str, *, begins: bool = False) -> Template:
+    """Hand out a copy of each output, no leaf of autograd's graph; `begins` makes gradients flow from there on too."""
+
+    def change(_context: Context, _target: Target) -> Change:
+        from hfpatch.patching.kinds.in_gradients.copy_output import CopyOutput
+
+        return CopyOutput(begins)
+
+    return Template(where, change, text)
+
+
+def keep_documents(where: Selection, masked: Callable[[Context, Target], bool]) -> Template:
+    """Keep packed documents apart in calls of language models: `masked` returns True for a mask, False for no cache."""
+
+    def change(context: Context, target: Target) -> Change:
+        from hfpatch.patching.kinds.in_arguments.keep_documents import KeepDocuments
+
+        return KeepDocuments(masked(context, target))
+
+    return Template(where, change, "keep packed documents apart")
 
 
 def in_float32(where: Selection) -> Template:

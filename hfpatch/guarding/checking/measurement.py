@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfpatch.compat import checkpointing, hooks
 from hfpatch.guarding.checking.adapting.halves import noise, pairs
 from hfpatch.guarding.checking.forward_pass import Passed, forward_pass, rounding
 from hfpatch.guarding.checking.rehearsal import FORWARD, Rehearsal, rehearse
@@ -21,6 +22,7 @@ from hfpatch.guarding.checking.subject import Subject
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.walk import starred
+from hfpatch.numerics.outputs import copied as copied_output
 
 BUDGET = 3.5
 """Training steps that a check may cost in all."""
@@ -74,6 +76,7 @@ class Measurement:
         *,
         reentrant: bool | None,
         inputs: bool | None = None,
+        copied: Collection[nn.Module] = (),
         instead: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
         of: Collection[str] | None = None,
     ) -> Rehearsal:
@@ -82,6 +85,7 @@ class Measurement:
         Args:
             reentrant: The kind of activation checkpointing that is turned on; None to turn none on.
             inputs: True to make the inputs require gradients, by `enable_input_require_grads()`; False to stop that.
+            copied: Modules whose output is replaced by a copy that requires a gradient.
             instead: Tensors in place of parameters.
             of: Names of the trained parameters whose gradients are wanted; None for all of them.
         """
@@ -92,6 +96,8 @@ class Measurement:
                 enable_checkpointing(subject, reentrant=reentrant)
             if inputs is not None:
                 require_inputs(subject, on=inputs)
+            for module in copied:
+                hooks.after(module, _copied)
 
         found = rehearse(
             subject.called,
@@ -185,17 +191,20 @@ class Measurement:
         return {clean_name(n): m for n, m in self.subject.model.named_modules() if id(m) in held}
 
 
+def _copied(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return copied_output(output)
+
+
 def enable_checkpointing(subject: Subject, *, reentrant: bool) -> None:
     """Turn activation checkpointing on as a Trainer does, by the name that this release of transformers has.
 
     In a hand-written model without such a method, that of each transformers model in it is called.
     """
-    name = "activation_checkpointing_enable"
     asked: list[Any] = [subject.inner]
-    if not hasattr(subject.inner, name) and not hasattr(subject.inner, "gradient_checkpointing_enable"):
+    if not hasattr(subject.inner, "gradient_checkpointing_enable"):
         asked = [s.model for s in subject.survey.outermost_built if s.model.supports_gradient_checkpointing]
     for model in asked:
-        (getattr(model, name, None) or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+        checkpointing.turn_on(model, reentrant=reentrant)
 
 
 def require_inputs(subject: Subject, *, on: bool) -> None:

@@ -8,11 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hfpatch.guarding.checking.forward_pass import Passed, apart
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.measurement import CACHE, Measurement
 from hfpatch.guarding.checking.rehearsal import FORWARD
+from hfpatch.guarding.checking.tried import PATCH
+from hfpatch.lab.leaking import keeping_documents
+from hfpatch.lab.leaking import packed as documents_in
 
 ENOUGH = 3
 """Tokens of the first document on which its positions are looked at."""
@@ -87,6 +91,10 @@ def _leak(found: Measurement, packed: Packed, second: int) -> Iterator[Hazard]:
 
 def _kept_apart(found: Measurement, packed: Packed, second: int, limit: float) -> str:
     """Return advice under which the documents are kept apart, tried here; else to pad them."""
+    if (pairs := _patched(found)) and found.affords(2 * FORWARD):
+        moved = _moved(found, packed, second, patched=pairs)
+        if not isinstance(moved, str) and moved <= limit:
+            return f"{PATCH.format('packed-attention')} (tried on this batch: nothing moves)"
     asked = found.subject.settings is not None and found.subject.settings.cache is False
     if not asked and found.takes_cache and found.affords(2 * FORWARD):
         moved = _moved(found, packed, second, {CACHE: False})
@@ -98,8 +106,19 @@ def _kept_apart(found: Measurement, packed: Packed, second: int, limit: float) -
     )
 
 
+def _patched(found: Measurement) -> dict[nn.Module, bool]:
+    """Return the models whose calls `packed-attention` would change, and whether by a mask."""
+    survey = found.subject.survey
+    tried = [packed for submodel in survey.submodels if (packed := documents_in(survey, submodel)) is not None]
+    return {survey.modules[each.model]: each.masked for each in tried if each.masked is not None}
+
+
 def _moved(
-    found: Measurement, packed: Packed, second: int, changed: Mapping[str, Any] = MappingProxyType({})
+    found: Measurement,
+    packed: Packed,
+    second: int,
+    changed: Mapping[str, Any] = MappingProxyType({}),
+    patched: Mapping[nn.Module, bool] = MappingProxyType({}),
 ) -> float | str:
     """Return by how much the logits after the first document move if it is another one, or why that is not known."""
     ids: torch.Tensor = found.batch["input_ids"]
@@ -111,9 +130,10 @@ def _moved(
     other[packed.row, :second] = torch.where(same, rest.flip(0).repeat(times)[:second], tokens)
     if torch.equal(other, ids):
         return "the documents of this batch are equal"
-    before = found.forward(changed) if changed else found.evaluated
-    one = _row(before, packed.row, ids.shape[1])
-    two = _row(found.forward({**changed, "input_ids": other}), packed.row, ids.shape[1])
+    with keeping_documents(patched):
+        before = found.forward(changed) if changed or patched else found.evaluated
+        after = found.forward({**changed, "input_ids": other})
+    one, two = (_row(run, packed.row, ids.shape[1]) for run in (before, after))
     if isinstance(one, str) or isinstance(two, str):
         return one if isinstance(one, str) else str(two)
     kept = packed.real[second:].to(one.device)

@@ -1,0 +1,1 @@
+"""Changes to the arguments that a module is called with."""
