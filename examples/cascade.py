@@ -9,11 +9,11 @@ text. Each stage scales what it computes to an RMS of 1 and adds it to what it w
 
     x = x + y * target / (rms(y) + 1e-8),   y = output_proj(block(x))
 
-Planted: the output projection of the second stage has a weight decay of 2,000 (0.002 was meant). Its RMS is scaled away, so
-nothing in the loss holds the weights: they shrink by a fifth in each step, the variance of y goes to zero, and the
-gradient of the division grows as 1 / rms. Nothing is NaN, and clipping hides it: it leaves all other weights a small
-part of their gradients, so the loss falls more slowly. The tracer names the division while everything is finite, and
-its trend the step since which it stands out. The fix is a weight decay of 0 for what an RMS scaling follows; the
+Planted: the output projection of the second stage has a weight decay of 2,000 (0.002 was meant). Its RMS is scaled
+away, so nothing in the loss holds the weights: they shrink by a fifth in each step, the variance of y goes to zero, and
+the gradient of the division grows as 1 / rms. Nothing is NaN, and clipping hides it: it leaves all other weights a
+small part of their gradients, so the loss falls more slowly. The tracer names the division while everything is finite,
+and its trend the step since which it stands out. The fix is a weight decay of 0 for what an RMS scaling follows; the
 function of the model does not change.
 """
 
@@ -53,7 +53,7 @@ class Stage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True, norm_first=True)
         self.output_proj = nn.Linear(WIDTH, WIDTH, bias=False)
         self.scale = RmsScale()
 

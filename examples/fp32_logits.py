@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +99,7 @@ def attention_errors(model: Any, ids: torch.Tensor) -> Errors:
 
 def worst(a: float, b: float) -> float:
     """Return the larger, NaN if one is."""
-    return a if a != a or a > b else b
+    return a if math.isnan(a) or a > b else b
 
 
 def written_out(q: Any, k: Any, v: Any, mask: Any, scaling: float) -> torch.Tensor:
@@ -161,7 +163,7 @@ def indexer(ids: torch.Tensor, base: Any, dtype: torch.dtype) -> list[tuple[str,
         model, cells = make(), list[str]()
         for last in (False, True):
             with torch.autocast("cpu", dtype=dtype):
-                found = choices(model, lambda: model(input_ids=ids))
+                found = choices(model, partial(model, input_ids=ids))
             same, rows_of = sum(c.equal for c in found), sum(c.rows for c in found)
             cells += [f"{same} of {rows_of}", f"{max(c.error for c in found):.1e}"]
             if not last:
