@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
 import pytest
 import torch
 
-from tests.conftest import load_script
+from tests.conftest import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +126,134 @@ def test_cascade(cascade: Any) -> None:
     assert not [c for c in cured.trace.trend().courses if c.kind == "own code"]
     assert cured.norms[-1] < cured.norms[0]
     assert cured.losses[-1] < 0.7 * planted.losses[-1]
+
+
+@pytest.fixture(scope="module")
+def modulated() -> Any:
+    return load_script("examples/modulated_smollm.py")
+
+
+@pytest.fixture(scope="module")
+def llm(loading: Any) -> Any:
+    return loading.language_model("tiny", "--llm", "llama", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def staged() -> Any:
+    return load_script("examples/staged_multimodal.py")
+
+
+class TestModulation:
+    def test_a_student_lacks_layers_and_is_wrapped(self, modulated: Any, llm: Any) -> None:
+        model = modulated.student(llm.model, "adapter", every=3)
+        assert len(model.model.layers) == model.config.num_hidden_layers == 5  # the last one stays
+        assert all(type(layer) is modulated.Wrapped for layer in model.model.layers)
+        assert len(llm.model.model.layers) == 6
+        trained = {n.rsplit(".", 2)[-2] for n, p in model.named_parameters() if p.requires_grad}
+        assert trained == {"a_proj", "b_add", "b_mult"}
+
+    def test_all_start_as_the_teacher(self, modulated: Any, llm: Any) -> None:
+        ids = llm.ids(tokens=8)
+        wanted = modulated.hidden(llm.model, ids)
+        for kind, far in (("published", 0.0), ("patched", 0.0), ("adapter", 1e-3), ("safe", 1e-3)):
+            found = modulated.hidden(modulated.student(llm.model, kind, every=0).eval(), ids)
+            assert ((found - wanted).norm() / wanted.norm()).item() <= far, kind
+
+    def test_the_first_loss_is_the_same_to_the_last_bit(self, modulated: Any, llm: Any) -> None:
+        runs = modulated.compare(llm, steps=2, tokens=8, every=3)
+        assert runs["published"].losses[0] == runs["patched"].losses[0]
+        assert all(run.losses[1] < run.losses[0] for run in runs.values())
+        assert runs["safe"].factors.sub(1).abs().max() < 1e-3
+        assert runs["patched"].factors.shape == (2, 5, 2)
+
+    def test_factors_are_bounded(self, modulated: Any, llm: Any) -> None:
+        """Every vector of B_mult at -40: a factor of 0 becomes one of 0.5."""
+        ids = llm.ids(tokens=8)
+        for kind, low, high in (("published", 0.0, 2.0), ("patched", 0.5, 1.5), ("adapter", 0.5, 1.5)):
+            model = modulated.student(llm.model, kind, every=3)
+            with torch.no_grad():
+                for layer in model.model.layers:
+                    layer.modulation.b_mult.weight.fill_(1e4)
+            with modulated.Factors(model) as seen:
+                modulated.hidden(model, ids)
+            factors = torch.tensor(seen.found)
+            assert factors.min() == pytest.approx(low, abs=1e-2)
+            assert factors.max() == pytest.approx(high, abs=1e-2)
+
+
+class TestSpeech:
+    @pytest.mark.slow
+    def test_nan_before_and_a_falling_loss_after(self) -> None:
+        speech = load_script("examples/speech_gemma.py")
+        given = speech.parts("tiny", "tiny")
+        stock, patched, brain = (
+            speech.train(speech.build(given, dtype, patched=fixed), given, steps=steps, size=2)
+            for dtype, fixed, steps in (
+                (torch.float16, False, 1),
+                (torch.float16, True, 6),
+                (torch.bfloat16, True, 6),
+            )
+        )
+        assert math.isnan(stock[0])
+        assert patched[-1] < patched[0]
+        assert patched == pytest.approx(brain, rel=0.02)
+
+
+class TestStages:
+    """examples/staged_multimodal.py, in float16 with a GradScaler."""
+
+    @pytest.mark.slow
+    def test_a_killed_run_goes_on_to_the_last_bit(self, staged: Any, tmp_path: Path) -> None:
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        between = staged.train("tiny", whole, torch.float16)
+        told = staged.losses(whole)
+        assert len(told) == 2 * staged.STEPS
+        for stage in staged.STAGES:
+            codes = {step: code for (name, step), (_, code) in told.items() if name == stage and code}
+            assert codes == {staged.NO_LABELS + 1: "no-labels", staged.EXPLODING + 1: "overflow"}
+            losses = [loss for (name, _), (loss, code) in told.items() if name == stage and code is None]
+            assert losses[-1] < losses[0]
+            best = torch.load(whole / stage / "best.pt", weights_only=True)
+            assert best["best"] == min(losses)
+        assert len(list((whole / "black_box").iterdir())) == 2, "an overflow under a scaler is ordinary, and not kept"
+        assert "76 of 80 equal; 4 differ" in str(between), "stage 1 trains norm and projector, and nothing else"
+
+        command = [sys.executable, ROOT / "examples" / "staged_multimodal.py", "--llm", "tiny", "--dtype", "float16"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        for lines in (4, staged.STEPS + 3):  # in each stage
+            running = subprocess.Popen(
+                [*command, "--run", killed], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            log, end = killed / "log.jsonl", time.monotonic() + 300
+            while not (log.is_file() and log.read_text().count("\n") >= lines):
+                assert running.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            running.kill()
+            assert running.wait() == -signal.SIGKILL
+            assert len(staged.losses(killed)) < 2 * staged.STEPS
+        staged.train("tiny", killed, torch.float16)
+        assert staged.losses(killed) == told
+        for stage in staged.STAGES:
+            ends = [torch.load(run / stage / "last.pt", weights_only=True) for run in (whole, killed)]
+            for name, weight in ends[0]["weights"].items():
+                assert torch.equal(weight, ends[1]["weights"][name]), name
+            assert ends[0]["scaler"] == ends[1]["scaler"]
+            assert ends[0]["guard"] == ends[1]["guard"]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_the_same_loop_without_a_scaler(self, dtype: torch.dtype, staged: Any, tmp_path: Path) -> None:
+        staged.train("tiny", tmp_path, dtype, steps=9)
+        codes = {step: code for (_, step), (_, code) in staged.losses(tmp_path).items() if code}
+        assert codes == {staged.NO_LABELS + 1: "no-labels", staged.EXPLODING + 1: "explosion"}
+        norms = [row["norms"] for row in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())]
+        assert norms[0].keys() == {"norm", "projector"}
+        assert norms[-1].keys() == {"norm", "projector", "attention", "mlp"}
+
+    def test_the_schedule(self, staged: Any) -> None:
+        factors = [staged.warm_up_and_cosine(step) for step in range(staged.STEPS + 1)]
+        assert factors[staged.WARM_UP - 1] == factors[staged.WARM_UP] == 1.0
+        assert factors[0] == pytest.approx(1 / staged.WARM_UP)
+        assert factors[-1] == pytest.approx(0.0)
+        assert factors[staged.WARM_UP :] == sorted(factors[staged.WARM_UP :], reverse=True)
