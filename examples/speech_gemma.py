@@ -114,7 +114,8 @@ def _encoder(asked: str) -> Any:
         from transformers import WhisperModel
 
         found = WhisperModel.from_pretrained(asked, dtype=torch.float32).encoder
-        found.embed_positions.weight = nn.Parameter(found.embed_positions.weight[:STATES].detach().clone())
+        first = found.embed_positions.weight[:STATES].detach().clone()
+        found.embed_positions = nn.Embedding.from_pretrained(first)
         found.config.max_source_positions = found.max_source_positions = STATES
         return found.eval()
 

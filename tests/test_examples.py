@@ -239,7 +239,7 @@ class TestStages:
             for name, weight in ends[0]["weights"].items():
                 assert torch.equal(weight, ends[1]["weights"][name]), name
             assert ends[0]["scaler"] == ends[1]["scaler"]
-            assert ends[0]["guard"] == ends[1]["guard"]
+            assert repr(ends[0]["guard"]) == repr(ends[1]["guard"]), "a NaN is not equal to itself"
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -257,3 +257,26 @@ class TestStages:
         assert factors[0] == pytest.approx(1 / staged.WARM_UP)
         assert factors[-1] == pytest.approx(0.0)
         assert factors[staged.WARM_UP :] == sorted(factors[staged.WARM_UP :], reverse=True)
+
+
+class TestTheTableOfNeeds:
+    PAGE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    ROWS = tuple(
+        tuple(cell.strip() for cell in line.strip("|").split(" | "))
+        for line in PAGE.splitlines()
+        if line.startswith("| ") and "tests/" in line
+    )
+
+    def test_each_need_has_one_of_three_answers(self) -> None:
+        assert len(self.ROWS) == 47
+        assert {row[1] for row in self.ROWS} == {"one call", "some lines", "refused"}
+        assert all(len(row) == 4 and len(row[2]) > 10 for row in self.ROWS if row[1] == "refused")
+
+    @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+    def test_a_test_holds_it(self, row: tuple[str, ...]) -> None:
+        path, name = row[-1].strip("`").split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+
+    def test_every_example_is_named(self) -> None:
+        for script in (ROOT / "examples").glob("*.py"):
+            assert f"({script.name})" in self.PAGE
