@@ -41,9 +41,10 @@ def test_nan_before_and_a_falling_loss_after(speech: Any, given: Any) -> None:
     brain = speech.train(speech.build(given, torch.bfloat16, patched=True), given, steps=5, size=2)
     print(f"\nfloat16 {losses}\nbfloat16 {brain}")
     assert all(map(math.isfinite, losses)), losses
-    assert losses[-1] < 0.95 * losses[0], losses
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert brain[-1] < 0.5 * brain[0], brain
     assert all(p.isfinite().all() for p in model.parameters() if p.requires_grad)
-    assert losses == pytest.approx(brain, rel=0.05)
+    assert losses[0] == pytest.approx(brain[0], rel=0.02)  # later ones are of weights that part by rounding
 
 
 def test_speech_is_as_large_as_text(speech: Any, given: Any) -> None:
