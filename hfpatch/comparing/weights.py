@@ -26,8 +26,8 @@ class Weight:
         name: Its name there.
         state: `equal` bit for bit; `rounded`: equal when the wider one is rounded to the dtype of the other; `differs`;
             `shape`: of another shape; `only in A`, `only in B`; `away`: its values are not in this process.
-        distance: Relative L2 distance ||a - b|| / ||a||, where it differs; ||b|| / ||b|| = 1 if all of A's is 0; infinite if
-            one is not finite.
+        distance: Relative L2 distance ||a - b|| / ||a||, where it differs; 1 if all of A's is 0; infinite if one is not
+            finite.
         a, b: Dtype and shape of each, as text; empty where there is none.
         buffer: True for a buffer.
     """
