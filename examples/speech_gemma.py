@@ -165,7 +165,7 @@ def build(given: Parts, dtype: torch.dtype, *, patched: bool) -> SpeechLLM:
     return model
 
 
-def train(model: SpeechLLM, given: Parts, steps: int, size: int, rate: float = 1e-3) -> list[float]:
+def train(model: SpeechLLM, given: Parts, steps: int, size: int, rate: float = 3e-4) -> list[float]:
     """Return the loss of each guarded step, those that are skipped too; a GradScaler runs if the model is float16."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate)

@@ -187,7 +187,7 @@ class TestSpeech:
         speech = load_script("examples/speech_gemma.py")
         given = speech.parts("tiny", "tiny")
         stock, patched, brain = (
-            speech.train(speech.build(given, dtype, patched=fixed), given, steps=steps, size=2)
+            speech.train(speech.build(given, dtype, patched=fixed), given, steps=steps, size=2, rate=1e-3)
             for dtype, fixed, steps in (
                 (torch.float16, False, 1),
                 (torch.float16, True, 6),

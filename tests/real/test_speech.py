@@ -41,8 +41,8 @@ def test_nan_before_and_a_falling_loss_after(speech: Any, given: Any) -> None:
     brain = speech.train(speech.build(given, torch.bfloat16, patched=True), given, steps=5, size=2)
     print(f"\nfloat16 {losses}\nbfloat16 {brain}")
     assert all(map(math.isfinite, losses)), losses
-    assert losses[-1] < 0.5 * losses[0], losses
-    assert brain[-1] < 0.5 * brain[0], brain
+    assert losses[-1] < 0.6 * losses[0], losses
+    assert brain[-1] < 0.6 * brain[0], brain
     assert all(p.isfinite().all() for p in model.parameters() if p.requires_grad)
     assert losses[0] == pytest.approx(brain[0], rel=0.02)  # later ones are of weights that part by rounding
 
