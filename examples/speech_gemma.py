@@ -1,23 +1,31 @@
-"""A speech LLM built by hand around Gemma 3 270M, trained in float16 before and after `hfpatch.apply`.
+"""A speech LLM built by hand from Whisper base and Gemma 3 270M, trained in float16 before and after `hfpatch.apply`.
 
-    python examples/speech_gemma.py --gemma DIR                      trains the projector
-    python examples/speech_gemma.py --gemma DIR --train lora         trains the projector and LoRA
+    python examples/speech_gemma.py                                  # downloads both (Gemma is gated)
+    python examples/speech_gemma.py --llm DIR --encoder DIR
+    python examples/speech_gemma.py --llm tiny --encoder tiny
 
-DIR is a checkpoint of Gemma 3 270M. The encoder has the architecture of Whisper tiny and random weights; the
-features are synthetic: every word has a pattern of its own, so that there is something to learn. Weights of the
-language model are float16 and frozen, what trains is float32, and a GradScaler scales the loss.
+Synthetic speech (each of 16 words is two vowels of its own) -> Whisper's encoder, frozen -> LayerNorm -> a window of
+five states in one -> projector -> Gemma, which learns to write the words. The projector and LoRA train, under a
+GradScaler in float16. Three runs: float16 as built, which is NaN; float16 after one `apply`; bfloat16 after the same.
+
+One `apply` aligns the norm's eps, initialises the projector, runs the residual stream in float32, and makes eager
+attention safe; `lora_config` finds all seven kinds of projection and sets the scale; `embed_tokens` is the one helper
+that finds the embedding, with and without LoRA; `Guard` checks loss and gradients, clips and skips.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from loading import Language, keep_rows, language_model, progress, read, table
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperConfig
+from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import hfpatch
@@ -26,21 +34,23 @@ WORDS = (
     *("boat", "sea", "fish", "net", "wind", "sail", "snow", "rain"),
     *("bread", "milk", "house", "stone", "tree", "bird", "dog", "road"),
 )
-SAID = 4
+SAID = 3
 """Words in one utterance."""
-
-FRAMES = 4
-"""Frames of features that one word takes; the encoder halves them."""
-
-MELS = 80
+RATE, SECONDS = 16_000, 0.4
+"""Samples in a second, and seconds of one word."""
+STATES = int(SAID * SECONDS * 50)
+"""States of the encoder for one utterance: 50 a second."""
+WINDOW = 5
+ROWS = 512
+"""Rows of the vocabulary that are kept."""
 
 
 class SpeechLLM(nn.Module):
-    """Features -> encoder -> LayerNorm -> projector -> language model, as such models are written by hand.
+    """Features -> encoder -> LayerNorm -> window -> projector -> language model, as such models are written by hand.
 
     Args:
         llm: The language model.
-        encoder: Gives `last_hidden_state [batch, frames / 2, width]` for features `[batch, mels, frames]`.
+        encoder: Gives `last_hidden_state [batch, states, width]` for features `[batch, mels, 2 * states]`.
     """
 
     def __init__(self, llm: Any, encoder: Any) -> None:
@@ -48,125 +58,150 @@ class SpeechLLM(nn.Module):
         width = encoder.config.d_model
         self.encoder = encoder.requires_grad_(requires_grad=False)
         self.ln_speech = nn.LayerNorm(width, eps=1e-4)
-        self.speech_proj = nn.Linear(width, llm.config.hidden_size)
+        self.speech_proj = nn.Linear(WINDOW * width, llm.config.hidden_size)
         self.llm = llm.requires_grad_(requires_grad=False)
+
+    def speech(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of `features [batch, mels, frames]`, one for each window."""
+        states = self.ln_speech(self.encoder(features).last_hidden_state)
+        return self.speech_proj(states.reshape(len(states), -1, WINDOW * states.shape[-1]))
 
     def forward(self, input_ids: torch.Tensor, features: torch.Tensor, labels: torch.Tensor) -> Any:
         """Run with the speech before the text `input_ids [batch, tokens]`; `labels` are those of the text."""
-        speech = self.speech_proj(self.ln_speech(self.encoder(features).last_hidden_state))
+        speech = self.speech(features)
         text = hfpatch.embed_tokens(self.llm)(input_ids)
         embeds = torch.cat([speech.to(text.dtype), text], dim=1)
         unspoken = labels.new_full(speech.shape[:2], -100)
         return self.llm(inputs_embeds=embeds, labels=torch.cat([unspoken, labels], dim=1))
 
 
-def build(gemma: Path, dtype: torch.dtype = torch.float16, rows: int | None = None, seed: int = 0) -> Any:
-    """The model and the ids of the words.
+@dataclass
+class Parts:
+    """What the models are built from.
 
-    Args:
-        gemma: Directory of the checkpoint.
-        dtype: Of the language model's weights.
-        rows: Keep so many rows of the tied vocabulary: the backward of 262,144 takes a minute on a CPU in float16.
-        seed: For the encoder's and the projector's weights.
+    Attributes:
+        llm: The language model, its vocabulary cut to a few rows.
+        encoder: Whisper's encoder, its positions cut to those of one utterance.
+        bos: The token before a text.
+        ids: The token of each word.
     """
-    llm: Any = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gemma)
-    ids = torch.tensor([tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in WORDS])
-    bos = int(tokenizer.bos_token_id)
-    if rows is not None:
-        used = torch.cat([torch.tensor([bos]), ids])
-        rest = torch.arange(1000, 1000 + 2 * rows)
-        kept = torch.cat([used, rest[~torch.isin(rest, used)]])[:rows]
-        table = llm.get_input_embeddings().weight[kept].detach().clone()
-        llm.resize_token_embeddings(rows, mean_resizing=False)
-        with torch.no_grad():
-            llm.get_input_embeddings().weight.copy_(table)
-        llm.tie_weights()
-        bos, ids = 0, torch.arange(1, 1 + len(ids))
-    torch.manual_seed(seed)
-    frames = FRAMES * SAID
-    encoder = WhisperEncoder(
-        WhisperConfig(
-            d_model=384,
-            encoder_layers=4,
-            encoder_attention_heads=6,
-            encoder_ffn_dim=1536,
-            num_mel_bins=MELS,
-            max_source_positions=frames // 2,
-        )
-    )
-    return SpeechLLM(llm.to(dtype), encoder), ids, bos
+
+    llm: Language
+    encoder: Any
+    bos: int
+    ids: torch.Tensor
 
 
-def batch(ids: torch.Tensor, bos: int, size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Utterances: features `[size, mels, frames]` that show words, and the words as text after a BOS."""
-    patterns = torch.randn(len(ids), MELS, FRAMES, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(seed)
-    said = torch.randint(len(ids), (size, SAID), generator=generator)
-    features = patterns[said].permute(0, 2, 1, 3).reshape(size, MELS, SAID * FRAMES)
-    features = features + 0.1 * torch.randn(features.shape, generator=generator)
-    text = torch.cat([torch.full((size, 1), bos), ids[said]], dim=1)
+def parts(llm: str, encoder: str) -> Parts:
+    """Read language model and encoder, each a hub id, a folder or `tiny`."""
+    language = language_model(llm, "--llm", "gemma3_text")
+    if language.tokenizer is None:
+        ids = torch.arange(2, 3 + len(WORDS))
+        with torch.no_grad():  # made to pass 65,504, as the real weights do
+            for layer in language.model.model.layers:
+                layer.post_feedforward_layernorm.weight.fill_(24000.0)
+    else:
+        told = [language.tokenizer(f" {word}", add_special_tokens=False).input_ids[0] for word in WORDS]
+        ids = torch.tensor([language.tokenizer.bos_token_id, *told])
+    bos, *words = keep_rows(language.model, ids, ROWS).tolist()
+    return Parts(language, _encoder(encoder), bos, torch.tensor(words))
+
+
+def _encoder(asked: str) -> Any:
+    """Return Whisper's encoder for utterances of `STATES` states."""
+
+    def real() -> Any:
+        from transformers import WhisperModel
+
+        found = WhisperModel.from_pretrained(asked, dtype=torch.float32).encoder
+        first = found.embed_positions.weight[:STATES].detach().clone()
+        found.embed_positions = nn.Embedding.from_pretrained(first)
+        found.config.max_source_positions = found.max_source_positions = STATES
+        return found.eval()
+
+    def small() -> Any:
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+        return WhisperEncoder(WhisperConfig(**sizes, max_source_positions=STATES)).eval()
+
+    return read(asked, "--encoder", real, small)
+
+
+def sound(words: list[int]) -> Any:
+    """Return the samples of some words, float32: each is two vowels, made of two formants over a voice of 120 Hz."""
+    time = np.arange(int(RATE * SECONDS / 2)) / RATE
+    out: list[Any] = []
+    for word in words:
+        rng = np.random.default_rng(word)
+        for first, second in zip(rng.uniform(250, 800, 2), rng.uniform(900, 2600, 2), strict=True):
+            harmonics = 120 * np.arange(1, 30)[:, None]
+            loud = sum(np.exp(-(((harmonics - f) / 120) ** 2)) for f in (first, second))
+            out.append((loud * np.sin(2 * np.pi * harmonics * time)).sum(0) * np.hanning(len(time)))
+    voice = np.concatenate(out)
+    return (voice / np.abs(voice).max()).astype(np.float32)
+
+
+def batch(given: Parts, size: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return utterances: log-mel features `[size, mels, frames]`, and the words as text after a BOS."""
+    said = torch.randint(len(WORDS), (size, SAID), generator=torch.Generator().manual_seed(seed))
+    extract = WhisperFeatureExtractor(feature_size=given.encoder.config.num_mel_bins)
+    sounds = [sound(words) for words in said.tolist()]
+    features = extract(sounds, sampling_rate=RATE, return_tensors="pt").input_features[..., : 2 * STATES]
+    text = torch.cat([torch.full((size, 1), given.bos), given.ids[said]], dim=1)
     labels = text.clone()
     labels[:, 0] = -100
     return {"input_ids": text, "features": features, "labels": labels}
 
 
-def with_lora(model: Any) -> Any:
-    """LoRA on every projection of the language model; its weights are float32."""
+def build(given: Parts, dtype: torch.dtype, *, patched: bool) -> SpeechLLM:
+    """Return the model, the language model's weights in `dtype`, with LoRA in float32 on it."""
     from peft import get_peft_model
 
-    model.llm = get_peft_model(model.llm, hfpatch.lora_config(model.llm, r=8, scale=2))
+    torch.manual_seed(0)
+    model = SpeechLLM(copy.deepcopy(given.llm.model).to(dtype), copy.deepcopy(given.encoder))
+    if patched:
+        hfpatch.apply(model, verbose=False)
+    model.llm = get_peft_model(model.llm, hfpatch.lora_config(model.llm, r=8, scale=2, verbose=False))
     return model
 
 
-def train(model: Any, ids: torch.Tensor, bos: int, steps: int, size: int, rate: float = 1e-3) -> list[float]:
-    """Losses of training what may train, under a GradScaler, as mixed-precision loops do."""
-    device = next(model.parameters()).device
+def train(model: SpeechLLM, given: Parts, steps: int, size: int, rate: float = 3e-4) -> list[float]:
+    """Return the loss of each guarded step, those that are skipped too; a GradScaler runs if the model is float16."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate)
-    scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+    half = next(model.llm.parameters()).dtype == torch.float16
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if half else None
+    guard = hfpatch.Guard(model, optimizer, scaler=scaler, verbose=False)
     losses: list[float] = []
     for step in range(steps):
-        inputs = {name: value.to(device) for name, value in batch(ids, bos, size, seed=step).items()}
-        loss = model(**inputs).loss
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        progress(f"step {step}")
+        losses.append(guard.step(model(**batch(given, size, seed=step % 2)).loss).facts.loss)
     return losses
 
 
-def show(losses: list[float]) -> str:
-    """Every few losses, and how many are NaN."""
-    shown = " ".join(f"{loss:.3f}" for loss in losses[:: max(1, len(losses) // 10)])
-    return f"{shown} ... {losses[-1]:.3f}; {sum(map(math.isnan, losses))} of {len(losses)} are NaN"
-
-
 def main() -> None:
-    """Train without the patches, then with them, and print both."""
+    """Train three times and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gemma", type=Path, required=True, metavar="DIR", help="checkpoint of Gemma 3 270M")
-    parser.add_argument("--train", choices=["projector", "lora"], default="projector")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--size", type=int, default=8, help="utterances a step")
-    parser.add_argument("--rows", type=int, help="keep so many rows of the vocabulary; 2048 makes a CPU fast enough")
-    parser.add_argument("--suggested", action="store_true", help="apply what is suggested as well")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--llm", default="google/gemma-3-270m", help="hub id or folder of a Gemma 3, or `tiny`")
+    parser.add_argument("--encoder", default="openai/whisper-base", help="hub id or folder of a Whisper, or `tiny`")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--size", type=int, default=2, help="utterances a step")
     args = parser.parse_args()
-
-    for patched in (False, True):
-        model, ids, bos = build(args.gemma, rows=args.rows)
-        if args.train == "lora":
-            model = with_lora(model)
-        model.to(args.device)
-        if patched:
-            hfpatch.apply(model, include="suggested" if args.suggested else None)
-        steps = args.steps if patched else min(args.steps, 20)
-        losses = train(model, ids, bos, steps, args.size)
-        print(f"{'patched' if patched else 'stock'}: loss {show(losses)}", flush=True)
+    given = parts(args.llm, args.encoder)
+    rows: list[tuple[str, ...]] = []
+    for name, dtype, patched in (
+        ("float16, as built", torch.float16, False),
+        ("float16, patched", torch.float16, True),
+        ("bfloat16, patched", torch.bfloat16, True),
+    ):
+        progress(name)
+        losses = train(build(given, dtype, patched=patched), given, args.steps if patched else 2, args.size)
+        bad = sum(map(math.isnan, losses))
+        rows.append((name, " ".join(f"{loss:.3f}" for loss in losses), f"{bad} of {len(losses)}"))
+    table(("run", "losses", "NaN"), rows)
+    print()
+    model = SpeechLLM(given.llm.model.half(), given.encoder)
+    print(hfpatch.apply(model, verbose=False))
 
 
 if __name__ == "__main__":

@@ -156,12 +156,17 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def load_script(path: str) -> Any:
-    """A script of the repository, by its path there, as a module."""
+    """A script of the repository, by its path there, as a module; it finds the modules beside it."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, folder := str((ROOT / path).parent))
+    sys.modules[module.__name__] = module  # dataclasses look for it there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
     return module
 
 

@@ -68,6 +68,24 @@ def test_a_weight(llama: Any, batch: dict[str, Any]) -> None:
     assert "38 of 39 equal; 1 differs (model.layers.2.mlp.down_proj.weight)" in found.weights_line
 
 
+def test_a_weight_that_was_0_is_apart_by_all_of_it(llama: Any, batch: dict[str, Any]) -> None:
+    """As a bias is that started at 0: its distance is finite, and one that is not finite is told as that."""
+    with torch.no_grad():
+        llama.model.norm.weight.zero_()
+    trained = copy.deepcopy(llama)
+    for value, distance, said in (
+        (0.5, 1.0, "1.0e+00"),
+        (torch.nan, None, "not finite"),
+        (torch.inf, None, "not finite"),
+    ):
+        with torch.no_grad():
+            trained.model.norm.weight.fill_(value)
+        found = hfpatch.compare(llama, trained, batch)
+        (fact,) = (f for f in found.to_dict()["facts"] if f["kind"] == "weight")
+        assert fact["distance"] == distance
+        assert said in str(found)
+
+
 def test_an_eps_and_both_values(llama: Any, batch: dict[str, Any]) -> None:
     other = copy.deepcopy(llama)
     other.model.layers[1].input_layernorm.variance_epsilon = 1e-5

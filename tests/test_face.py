@@ -120,6 +120,46 @@ def test_results_print_as_their_tables(shown: dict[str, Any]) -> None:
         assert thing._repr_html_().startswith("<div>"), name
 
 
+def test_a_notebook_shows_first_what_is_done(shown: dict[str, Any]) -> None:
+    for name in ("Plan", "Applied"):
+        first, rest = shown[name]._repr_html_().split("<details>")
+        assert ">applied<" in first or ">not needed<" in rest, name
+        assert ">applied<" not in rest, name
+        for decided in ("opt-in", "refused"):
+            assert f">{decided}<" not in first, name
+    first, rest = shown["Trace"]._repr_html_().split("<details>", 1)
+    assert ">starts here<" in first
+    assert "model.layers.0<" not in first
+    assert "model.layers.0<" in rest
+    first, rest = shown["Finding"]._repr_html_().split("<details>")
+    assert "exceeds float16" in first
+    assert "<table>" not in first
+    assert "<table>" in rest
+
+
+def test_folding_hides_no_row() -> None:
+    rows = tuple((str(i),) for i in range(4))
+    for folded, words in ((set(), None), ({1, 2}, "2 more rows"), ({3}, "1 more row"), ({0, 1, 2, 3}, "4 rows")):
+        sheet = Sheet("t", ("c",), rows, folded=frozenset(folded))
+        page = sheet._repr_html_()
+        assert [page.count(f">{i}</td>") for i in range(4)] == [1] * 4
+        assert (f"<summary>{words}</summary>" in page) == (words is not None)
+        assert sheet.to_text() == Sheet("t", ("c",), rows).to_text()
+
+
+def test_lines_in_a_notebook_are_no_red_boxes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hfpatch.apply(overflowing())
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("hfpatch: fp16-residual-overflow applied")
+    stream = type("OutStream", (), {"__module__": "ipykernel.iostream"})
+    monkeypatch.setattr(sys, "stderr", stream())
+    hfpatch.apply(overflowing())
+    assert capsys.readouterr().out == told.err
+
+
 def test_results_are_json(shown: dict[str, Any]) -> None:
     for name, thing in shown.items():
         found = thing.to_dict()

@@ -26,7 +26,8 @@ class Weight:
         name: Its name there.
         state: `equal` bit for bit; `rounded`: equal when the wider one is rounded to the dtype of the other; `differs`;
             `shape`: of another shape; `only in A`, `only in B`; `away`: its values are not in this process.
-        distance: Relative L2 distance ||a - b|| / ||a||, where it differs; infinite if one is not finite.
+        distance: Relative L2 distance ||a - b|| / ||a||, where it differs; 1 if all of A's is 0; infinite if one is not
+            finite.
         a, b: Dtype and shape of each, as text; empty where there is none.
         buffer: True for a buffer.
     """
@@ -118,7 +119,7 @@ def _root(gap: float, a: torch.Tensor) -> float:
     size = sum(float(part.double().square().sum()) for part, _ in _parts(a, a))
     if gap != gap:  # noqa: PLR0124 - NaN
         return float("inf")
-    return (gap / size) ** 0.5 if size else float("inf")
+    return (gap / size) ** 0.5 if size else float("inf") if gap == float("inf") else 1.0
 
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -110,7 +110,8 @@ class Facts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, where tuples become lists. `code` stands beside the reason of a skip."""
-        return {**asdict(self), "code": self.code}
+        reason = None if self.reason is None else self.reason.value  # a plain text: torch.load takes no enum
+        return {**asdict(self), "reason": reason, "code": self.code}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Facts:

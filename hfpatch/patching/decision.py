@@ -161,9 +161,12 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
     Problems come first, then the patches that are applied. Patches that are not needed share a line, unless named.
     """
     rows: list[tuple[str, ...]] = []
+    folded: set[int] = set()
     idle = [d for d in plan.decisions if d.idle and d.patch not in plan.named]
     shown = [d for d in plan.decisions if d not in idle]
     for d in sorted(shown, key=lambda d: (not d.worst, ORDER.index(d.decided), not d.suggested, not d.vital)):
+        if not d.worst and d.decided != "applied":
+            folded.add(len(rows))
         edits = d.what if d.decided in ("applied", "opt-in") else ""
         where = f"in {d.submodel}" if d.submodel else ""
         text = "\n".join(t for t in (where, d.lapsed, edits, d.reason, d.otherwise, d.hint) if t)
@@ -177,6 +180,7 @@ def sheet(title: str, plan: Decisions, lapsed: Sequence[str] = ()) -> Sheet:
         tuple(rows),
         notes,
         wide=("what changes, and why",),
+        folded=frozenset(folded),
     )
 
 

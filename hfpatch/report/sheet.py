@@ -1,4 +1,4 @@
-"""A table as data, rendered as text or HTML; lines on stderr; the face of what public functions return."""
+"""A table as data, rendered as text or HTML; lines for the user; the face of what public functions return."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Sheet(Shown):
     A cell that is a key of `STYLES` is coloured in a terminal. The columns named in `wide` share the free width and are
     wrapped; the others are never wrapped. A word of code is never broken, because it is there to be copied: if it does
     not fit beside the other columns it is printed below them, and if it is longer than a line it sticks out. A long
-    path in a table is broken only if nothing else helps.
+    path in a table is broken only if nothing else helps. In a notebook, the rows numbered in `folded` are behind a line
+    to click on, below the others.
     """
 
     title: str
@@ -79,6 +80,7 @@ class Sheet(Shown):
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
+    folded: frozenset[int] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
         """Return title, columns, rows and notes."""
@@ -111,6 +113,7 @@ class Sheet(Shown):
             file=out,
             width=width,
             force_terminal=tty,
+            force_jupyter=False,  # else a notebook shows each line twice: by rich, and by `_repr_html_`
             no_color=None if tty else True,
             highlight=False,
             emoji=False,
@@ -173,16 +176,21 @@ class Sheet(Shown):
 
     def to_html(self) -> str:
         """Return the table as HTML for a notebook, with every cell escaped."""
+        shown = [row for i, row in enumerate(self.rows) if i not in self.folded]
+        folded = [row for i, row in enumerate(self.rows) if i in self.folded]
+        table = self._html_table(shown) if shown or not folded else ""
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        rest = ""
+        if folded:
+            count = f"{len(folded)}{' more' if shown else ''} row{'' if len(folded) == 1 else 's'}"
+            rest = f"<details><summary>{count}</summary>{self._html_table(folded)}</details>"
+        return f"<div><p><b>{html.escape(self.title)}</b></p>{table}{notes}{rest}</div>"
+
+    def _html_table(self, rows: Iterable[tuple[str, ...]]) -> str:
         cell = '<td style="text-align:left;vertical-align:top;white-space:pre-wrap">'
         head = "".join(f'<th style="text-align:left">{html.escape(name)}</th>' for name in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f"{cell}{html.escape(text)}</td>" for text in row) + "</tr>" for row in self.rows
-        )
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return (
-            f"<div><p><b>{html.escape(self.title)}</b></p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"
-        )
+        body = "".join("<tr>" + "".join(f"{cell}{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _shrunk(widths: list[int], least: list[int], room: int) -> list[int]:
@@ -216,11 +224,12 @@ def finite(value: float | None) -> float | None:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Write lines to stderr; in a distributed run only on rank 0."""
+    """Write lines to stderr, in a notebook to its output; in a distributed run only on rank 0."""
     if rank() != 0:
         return
+    notebook = type(sys.stderr).__module__ == "ipykernel.iostream"  # which shows stderr as a red box
     for line in lines:
-        print(line, file=sys.stderr)
+        print(line, file=sys.stdout if notebook else sys.stderr)
 
 
 def rank() -> int:

@@ -94,4 +94,5 @@ class Finding(Shown):
             ("given", self.operand),
             ("symptom", self.symptom),
         )
-        return Sheet(self.sentence, ("", " "), tuple(row for row in rows if row[1]), wide=(" ",))
+        told = tuple(row for row in rows if row[1])
+        return Sheet(self.sentence, ("", " "), told, wide=(" ",), folded=frozenset(range(len(told))))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import hfpatch
 from hfpatch.nn import ModulationAdapter
@@ -16,7 +16,7 @@ from tests.conftest import load_script
 
 pytestmark = pytest.mark.real
 
-TOKENS, STEPS = 64, 10
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,22 @@ def example() -> Any:
     return load_script("examples/modulated_smollm.py")
 
 
-@pytest.fixture
-def ids(smollm_tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    return smollm_tokens["input_ids"][:, :TOKENS]
+@pytest.fixture(scope="module")
+def llm(example: Any, smollm_dir: Path) -> Any:
+    found = example.language_model(str(smollm_dir), "--llm", "llama")
+    assert found.real
+    return found
+
+
+@pytest.fixture(scope="module")
+def ids(llm: Any) -> torch.Tensor:
+    return llm.ids(tokens=16)
 
 
 def test_untrained_modulations_are_bounded_without_a_bit_of_difference(
-    example: Any, smollm_dir: Path, ids: torch.Tensor
+    example: Any, llm: Any, ids: torch.Tensor
 ) -> None:
-    model = example.build(str(smollm_dir)).eval()
+    model = example.student(llm.model, "published", every=0).eval()
     with torch.no_grad():
         stock = model(input_ids=ids).logits
         fix = hfpatch.apply(model, verbose=False)
@@ -51,25 +58,21 @@ def test_untrained_modulations_are_bounded_without_a_bit_of_difference(
         assert not layer(h).any()
 
 
-def test_the_example_learns_only_after(example: Any, smollm_dir: Path, ids: torch.Tensor) -> None:
-    before = example.train(example.build(str(smollm_dir)), ids, STEPS)
-    model = example.build(str(smollm_dir))
-    hfpatch.apply(model, verbose=False)
-    after = example.train(model, ids, STEPS)
-    print(f"\nbefore {[round(x, 2) for x in before]}\nafter  {[round(x, 2) for x in after]}")
-    assert after[0] == before[0]
-    assert after[-1] < after[0] / 2
-    assert min(before[-3:]) > before[0]
+def test_only_bounded_students_learn(example: Any, llm: Any, ids: torch.Tensor) -> None:
+    runs = {kind: example.train(example.student(llm.model, kind), llm.model, ids, STEPS) for kind in example.KINDS}
+    for kind, run in runs.items():
+        print(f"\n{kind}: {[round(x, 3) for x in run.losses]}, {run.nll:.2f} nats a token")
+    assert runs["published"].losses[0] == runs["patched"].losses[0]
+    for kind in ("patched", "adapter", "safe"):
+        assert runs[kind].losses[-1] < 0.95 * runs[kind].losses[0], kind
+    assert runs["published"].losses[-1] > 1.5 * runs["patched"].losses[-1]
 
 
-def test_the_adapter_for_new_code_learns(example: Any, smollm_dir: Path, ids: torch.Tensor) -> None:
-    model = AutoModelForCausalLM.from_pretrained(smollm_dir, dtype=torch.float32).requires_grad_(requires_grad=False)
+def test_attached_adapters_for_new_code_begin_at_the_model(llm: Any, ids: torch.Tensor) -> None:
+    model = copy.deepcopy(llm.model)
     with torch.no_grad():
         stock = model(input_ids=ids).logits
         made = ModulationAdapter.attach(model)
         near = model(input_ids=ids).logits
     assert ((near - stock).norm() / stock.norm()).item() < 5e-3
     assert "30 modulation adapters, each factor 0.5 to 1.5" in str(made)
-    losses = example.train(model.train(), ids, STEPS)
-    print(f"\n{[round(x, 2) for x in losses]}")
-    assert losses[-1] < losses[0] / 2

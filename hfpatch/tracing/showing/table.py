@@ -59,7 +59,8 @@ def sheet(
     notes += [f"intentional: {words}" for words in intentional[:5]]
     notes += ["room: doublings left before the largest value of the dtype"] if rows else []
     notes += more
-    return Sheet(title, columns, tuple(rows), tuple(notes), wide=("block",))
+    unmarked = frozenset(i for i, row in enumerate(rows) if not row[-1])
+    return Sheet(title, columns, tuple(rows), tuple(notes), wide=("block",), folded=unmarked)
 
 
 def to_dict(steps: Sequence[Step], findings: Sequence[Finding], intentional: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""The examples on the real weights of Gemma 3 270M and SmolLM2 135M: from failing to right."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import load_script
+
+pytestmark = pytest.mark.real
+
+
+def test_logits_of_gemma(gemma_dir: Path) -> None:
+    example = load_script("examples/fp32_logits.py")
+    llm = example.language_model(str(gemma_dir), "--llm", "gemma3_text")
+    assert llm.real
+    ids = example.keep_rows(llm.model, llm.ids(tokens=16), 256)
+    first = example.attention_errors(llm.model, ids)
+    larger = copy.deepcopy(llm.model)
+    example.grow(larger, example.LARGER)
+    second = example.attention_errors(larger, ids)
+    print(f"\n{first}\n{second}")
+    assert first["eager", "bfloat16"] > 3 * first["sdpa", "bfloat16"]
+    assert second["eager", "bfloat16"] > 50 * second["sdpa", "bfloat16"]
+    assert math.isnan(second["eager", "float16"])
+    for errors in (first, second):
+        for dtype in ("bfloat16", "float16"):
+            assert errors["fp32 logits", dtype] < 1.3 * errors["sdpa", dtype]
+    rows = {r[0]: r[1:] for r in example.stepped(larger, ids, torch.float16)}
+    print(rows)
+    assert rows["eager"] == ("nan",) * 4
+    for name in ("sdpa", "fp32 logits"):
+        loss, error, after, _ = map(float, rows[name])
+        assert error < 0.02
+        assert after < loss
+
+
+def test_the_cascade_reads_real_embeddings(smollm_dir: Path) -> None:
+    example = load_script("examples/cascade.py")
+    embeds, labels = example.data(str(smollm_dir))
+    assert embeds.shape[-1] == 576
+    planted, cured = (example.train(embeds, labels, 40, decay) for decay in (example.PLANTED, 0.0))
+    found = planted.trace.first_bad
+    print(f"\n{found.sentence}\n{planted.trace.trend()}")
+    assert (found.symptom, found.module) == ("growth", "stages.1.scale")
+    assert all(map(math.isfinite, planted.norms))
+    assert cured.trace.first_bad is None
+    assert cured.norms[-1] < cured.norms[0] < planted.norms[-1] / 50
+    assert cured.losses[-1] < planted.losses[-1]
