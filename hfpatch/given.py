@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import math
 import os
@@ -94,6 +95,19 @@ def having(words: str, *methods: str) -> Kind:
     return Kind(words, lambda v: not isinstance(v, type) and all(callable(getattr(v, m, None)) for m in methods))
 
 
+def _is_path(value: Any) -> bool:
+    """True for a path, whether or not something is there."""
+    if not isinstance(value, (str, os.PathLike)):
+        return False
+    try:
+        os.stat(value)  # noqa: PTH116 - a Path of it would raise for an object whose path is none
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    except (ValueError, TypeError):  # a null byte; an object whose path is none
+        return False
+    return True
+
+
 def _is_whole(value: Any) -> bool:
     """True if it is an integer that fits in 64 bits."""
     return type(value) is not bool and isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
@@ -151,7 +165,7 @@ SIZE = Kind("a positive integer", lambda v: _is_whole(v) and 0 < v < 2**31)
 REAL = Kind("a number", _is_real)
 NUMBER = Kind("a number", lambda v: _is_real(v) and not math.isnan(v))
 FUNCTION = Kind("a function of one argument", _takes_one)
-PATH = Kind("a path", lambda v: isinstance(v, (str, os.PathLike)))
+PATH = Kind("a path", _is_path)
 MAPPING = Kind("a dict", lambda v: isinstance(v, Mapping))
 TENSOR = instance("a tensor", _tensor)
 DEVICE = Kind("a device that torch can use here", _is_device)

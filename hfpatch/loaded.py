@@ -58,7 +58,7 @@ def load(
     want("load", directory=(directory, PATH), device=(device, optional(DEVICE)), verbose=(verbose, FLAG))
     name = str(directory)
     there = Path(name).expanduser()
-    adapted = "\0" not in name and (there / CONFIG).is_file()
+    adapted = (there / CONFIG).is_file()
     folder = there if adapted else folder_of(name, load_config(name))
     manifest = read(folder)
     if manifest is None:

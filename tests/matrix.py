@@ -72,7 +72,7 @@ def peft(model: Any, **words: Any) -> Any:
         return model
     gpt2 = "transformer" in dict(model.named_children())
     there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    target = next(name for name in ("c_attn", "q_proj", "q_b_proj") if name in there)
+    target = next(name for name in ("c_attn", "q_proj", "q_b_proj", "Wq") if name in there)
     config = LoraConfig(r=2, target_modules=[target], fan_in_fan_out=gpt2, **words)
     return get_peft_model(model, config).eval()
 

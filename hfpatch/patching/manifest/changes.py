@@ -23,10 +23,12 @@ from hfpatch.patching.kinds.cast_output import CastOutput
 from hfpatch.patching.kinds.choose_attention import ChooseAttention
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.compute_inside import ComputeInside
+from hfpatch.patching.kinds.in_arguments.keep_documents import KeepDocuments
 from hfpatch.patching.kinds.in_float32.outside_autocast import OutsideAutocast
 from hfpatch.patching.kinds.in_float32.read_stream import KeepFloat32, ReadStream
 from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
 from hfpatch.patching.kinds.in_float32.set_buffer import SetBuffer, Values
+from hfpatch.patching.kinds.in_gradients.copy_output import CopyOutput
 from hfpatch.patching.kinds.in_weights.scale_tensor import ScaleTensor
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
@@ -38,7 +40,8 @@ KINDS: dict[str, type[Change]] = {
     cls.__name__: cls
     for cls in (
         AddTargets, BoundModulation, CastInput, CastOutput, ChooseAttention, ComputeInFloat32, ComputeInside,
-        KeepFloat32, OutsideAutocast, ReadStream, ScaleBranch, ScaleMap, ScaleTensor, SetAttribute,
+        CopyOutput, KeepDocuments, KeepFloat32, OutsideAutocast, ReadStream, ScaleBranch, ScaleMap, ScaleTensor,
+        SetAttribute,
     )
 }  # fmt: skip
 """The kinds whose fields are data."""
