@@ -55,7 +55,9 @@ def params(entry: registry.Entry, cases: Iterable[Case], name: Callable[[Case], 
 
 def lives(entry: registry.Entry) -> list[Case]:
     """A case for each architecture of a patch, with nothing of what makes the symptom but the config."""
-    names = SAMPLE if ANY in entry.architectures else entry.architectures
+    names = entry.architectures
+    if ANY in names:
+        names = dict.fromkeys((*SAMPLE, *(case.architecture for case in repros(entry))))
     out: list[Case] = []
     for name in names:
         like = next((c for c in repros(entry) if c.architecture == name), entry.patch.repros[0])
@@ -110,8 +112,16 @@ def test_life_of_each_kind_of_edit(entry: registry.Entry) -> None:
 def lived(entry: registry.Entry, case: Case) -> None:
     for each in (case, *(c for c in repros(entry) if c.architecture == case.architecture)):  # weights may decide
         model = build(replace(each, overflow=False)).model
-        if hfpatch.plan(model, only=entry.id).edits:
+        made = hfpatch.plan(model, only=entry.id)
+        if made.edits:
             break
+    if (
+        ANY in entry.architectures
+        and not made.edits
+        and case.architecture not in {c.architecture for c in repros(entry)}
+    ):
+        assert {d.decided for d in made.decisions} == {"not needed"}, made.decisions  # it does not have this fault
+        return
     live(entry, model)
 
 
@@ -124,7 +134,9 @@ def test_equivalent_within_its_tolerance(entry: registry.Entry, case: Case) -> N
     assert trial.error(trial.logits()) <= most_error(entry, stock)
 
 
-@pytest.mark.parametrize(("entry", "case"), [p for p in PAIRS if p.values[0].effect == "exact"])
+@pytest.mark.parametrize(
+    ("entry", "case"), [p for p in PAIRS if p.values[0].effect == "exact" and p.values[1].architecture in SAMPLE]
+)
 def test_exact_is_bit_identical(entry: registry.Entry, case: Case) -> None:
     trial = build(case)
     before = trial.logits()
