@@ -37,7 +37,7 @@ def run(file: Path, **env: str) -> Any:
     resources = {"metadata": {"path": str(FOLDER)}}
     quiet = ",".join(f"ignore:{words}" for words in FOREIGN)
     client = NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources)
-    client.execute(env={**os.environ, "PYTHONWARNINGS": quiet, **env})
+    client.execute(env={**os.environ, "PYTHONWARNINGS": quiet, "COLUMNS": "100", **env})
     return notebook
 
 
