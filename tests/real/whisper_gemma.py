@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS = 1024
-POSITIONS = 12
-"""Of the encoder: each hears two frames of 10 ms."""
+POSITIONS = 10
+"""Of the encoder: each hears two frames of 10 ms, and the projector reads windows of five."""
 SAID = 6
 """Tokens of an utterance, after BOS."""
 
