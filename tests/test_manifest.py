@@ -11,7 +11,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from hfpatch.testing import SpeechLLM, example_inputs
 from tests import interrupts
 from tests.fingerprint import fingerprint
 from tests.interrupts import interrupted
+from tests.test_map_output import Cap, halved
 
 IDS = {"input_ids": torch.arange(8)[None]}
 STREAM, HEAD = "fp16-residual-overflow", "fp32-lm-head"
@@ -568,20 +568,6 @@ class TestLoading:
         save_file(held, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(RefusedError, match=r"up_proj\.weight has other values"):
             hfpatch.load(folder)
-
-
-def halved(output: torch.Tensor) -> torch.Tensor:
-    return output / 2
-
-
-@dataclass(frozen=True)
-class Cap:
-    """A function with a constant."""
-
-    at: float
-
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        return output.clamp(-self.at, self.at)
 
 
 def patch_of(edit: Any, **words: Any) -> Patch:

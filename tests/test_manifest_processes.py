@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from hfpatch.patching.verifying.trial import build
 from hfpatch.report.files import write_atomically
 from tests.test_installed import Site
 from tests.test_installed import site as site  # noqa: PLC0414 - a fixture
+from tests.test_register import process
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = {
@@ -26,19 +24,6 @@ LEFT_OUT = {
     "lora-target-expansion",  # PEFT saves its layers, see tests/test_manifest.py
 }
 PATCH = (ROOT / "patches" / "shared" / "eps_alignment.py").read_text()
-
-
-def process(script: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_each_patch_gives_the_same_bits_in_a_new_process(tmp_path: Path) -> None:

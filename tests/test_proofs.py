@@ -222,7 +222,7 @@ class TestOnDemand:
         assert (found.decided, "proved here, on a tiny llama" in found.reason) == ("applied", True)
 
     def test_another_release_is_proved_here(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hfpatch.patching.proofs.bodies._release", lambda _: "99.0")
+        monkeypatch.setattr("hfpatch.patching.proofs.bodies.release", lambda _: "99.0")
         found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
         assert (found.decided, "proved here, on a tiny llama" in found.reason) == ("applied", True)
 

@@ -148,11 +148,12 @@ def test_a_model_in_another_process_can_be_asked_and_reverted(tiny: Any, tmp_pat
         hfpatch.revert(model)
         assert not hfpatch.status(model).edits and "my_mark" not in vars(model) and "_hfpatch" not in vars(model)
     """
-    run(script, tmp_path)
+    process(script, tmp_path)
     assert stock.keys() == model.state_dict().keys()
 
 
-def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def process(script: str, folder: Path) -> str:
+    """What a script prints in a new process, in a folder."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -162,7 +163,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
-    return done
+    return done.stdout
 
 
 BAD_FILES = {

@@ -23,7 +23,7 @@ from hfpatch.model.embed import find_embedding
 from hfpatch.model.put_back import as_before
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import inside
-from hfpatch.model.wrapping import plain, unwrap
+from hfpatch.model.wrapping import joined, plain, unwrap
 from hfpatch.numerics.outputs import copied, leaves, tensor_of, with_tensor
 
 
@@ -75,17 +75,13 @@ def cut_off(survey: Survey) -> CutOff:
                 continue
             for start in found:
                 layers, feeders, before = (
-                    [here[path] for name in names if (path := plain(_joined(submodel.path, name))) in here]
+                    [here[path] for name in names if (path := plain(joined(submodel.path, name))) in here]
                     for names in ((start.layers,), start.feeders, start.before)
                 )
                 starts += [Start(path, tuple(feeders), tuple(before), start.why_not) for path in layers]
         return CutOff(tuple(starts), untried)
 
     return survey.once("cut off", look)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def trained_behind(survey: Survey) -> dict[Start, int]:

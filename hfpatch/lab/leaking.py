@@ -20,7 +20,7 @@ from hfpatch.lab.tiny import TASKS
 from hfpatch.model.attention import implementation
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import Submodel, stock_class
-from hfpatch.model.wrapping import plain
+from hfpatch.model.wrapping import joined, plain
 from hfpatch.numerics.documents import kept_apart
 
 RUNS_HERE = ("eager", "sdpa", "hfpatch_")
@@ -70,7 +70,7 @@ def packed(survey: Survey, submodel: Submodel) -> Packed | None:
             with apart():
                 found = _packed(Like.of(submodel.model), name)
             here = {plain(path): path for path in survey.modules}
-            inner = plain(f"{submodel.path}.{found.model}" if submodel.path else found.model)
+            inner = plain(joined(submodel.path, found.model))
             return replace(found, model=here[inner])
         except FAILED as error:
             return Packed(why_not=f"it could not be tried: {short(error)}")

@@ -21,7 +21,7 @@ from hfpatch.model.embed import find_embedding
 from hfpatch.model.put_back import as_before
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import TOOL_PACKAGES
-from hfpatch.model.wrapping import plain, unwrap
+from hfpatch.model.wrapping import joined, plain, unwrap
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def written_embeddings(survey: Survey) -> Written:
                 untried[submodel.path] = short(error)
                 continue
             for name in names:
-                path = plain(f"{submodel.path}.{name}" if submodel.path else name)
+                path = plain(joined(submodel.path, name))
                 if path in here:
                     modules[here[path]] = survey.modules[here[path]]
                 else:

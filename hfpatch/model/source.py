@@ -5,10 +5,11 @@ No code from a checkpoint runs unless `trust_remote_code=True`; no pickle is rea
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,34 +71,22 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> PreTrai
     """
     file = _config_file(name)
     read = _read(file)
-    try:
+    with _rejecting(file, f"{name}: transformers cannot read its config", read):
         if (listed := read.get("configuration_files")) is not None:
             _read(file.with_name(configuration_utils.get_configuration_file(listed)))
         # Resolves files by version, timm checkpoints and infinities, as transformers does.
         values, _ = PreTrainedConfig.get_config_dict(_directory(file), local_files_only=True)
-    except InputError:
-        raise
-    except RecursionError as error:
-        raise InputError(f"{file} is nested too deep to be a config") from error
-    except REJECTIONS as error:
-        _reject(f"{name}: transformers cannot read its config", error, read)
     check_sizes(values, str(name))
     _check_runs_nothing(values, name, trust_remote_code)
     _check_dtype(values, name)
     model_type = values.get("model_type")
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    try:
+    with _rejecting(file, f"{name}: the config class for {model_type!r} rejects it", values):
         if not known and _auto_map(values):
             auto: Any = transformers.AutoConfig
             config: PreTrainedConfig = auto.from_pretrained(_place(file, name), trust_remote_code=True)
         else:
             config = _config_class(values, name).from_dict(values)
-    except InputError:
-        raise
-    except RecursionError as error:
-        raise InputError(f"{file} is nested too deep to be a config") from error
-    except REJECTIONS as error:
-        _reject(f"{name}: the config class for {model_type!r} rejects it", error, values)
     config.name_or_path = _place(file, name)
     return config
 
@@ -375,6 +364,19 @@ def _directory(file: Path) -> str:
 def _place(file: Path, name: str | Path) -> str:
     """Return where transformers finds the checkpoint's other files: the directory, or the name on the hub."""
     return _directory(file) if Path(name).expanduser().exists() else str(name)
+
+
+@contextlib.contextmanager
+def _rejecting(file: Path, what: str, values: Mapping[str, Any]) -> Generator[None]:
+    """Turn what transformers raises of a config into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except RecursionError as error:
+        raise InputError(f"{file} is nested too deep to be a config") from error
+    except REJECTIONS as error:
+        _reject(what, error, values)
 
 
 def _reject(what: str, error: Exception, values: Mapping[str, Any], at_fault: str = "") -> NoReturn:

@@ -72,6 +72,11 @@ def kind_of(cls: type) -> str | None:
     return None
 
 
+def joined(path: str, name: str) -> str:
+    """Return the path of what is at `name` in the module at `path`; either may be empty, for the module itself."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def plain(path: str, *also: str) -> str:
     """Return a path without the names that compiling, sharding and checkpointing insert, and those in `also`."""
     if not also and _IN_A_PATH.search(path) is None:

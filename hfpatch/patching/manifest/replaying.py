@@ -17,7 +17,7 @@ from hfpatch.given import shown
 from hfpatch.model.rebuilt import holds, is_rounding_of
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import root_module
-from hfpatch.model.wrapping import unwrapped
+from hfpatch.model.wrapping import joined, unwrapped
 from hfpatch.patching import registry
 from hfpatch.patching.applied import Applied
 from hfpatch.patching.arguments import settings
@@ -163,7 +163,7 @@ def _decision(saved: SavedPatch, prefix: str, todo: _Todo) -> Decision:
     idle = not todo.edits and not todo.there
     return Decision(
         saved.id,
-        None if saved.submodel is None else _join(prefix, saved.submodel),
+        None if saved.submodel is None else joined(prefix, saved.submodel),
         "not needed" if idle else "applied",
         f"already applied ({done} edits), as {FILE} says" if idle else reason,
         saved.effect,
@@ -173,10 +173,6 @@ def _decision(saved: SavedPatch, prefix: str, todo: _Todo) -> Decision:
         code="already-applied" if idle else "replayed",
         options=saved.options,
     )
-
-
-def _join(prefix: str, path: str) -> str:
-    return f"{prefix}.{path}" if prefix and path else prefix or path
 
 
 class _Maker:
@@ -206,7 +202,7 @@ class _Maker:
             if each.where in ("adapter", "trained"):
                 todo.already += 1  # with the weights, which were compared
                 continue
-            module = self.survey.modules.get(_join(self.prefix, each.path))
+            module = self.survey.modules.get(joined(self.prefix, each.path))
             if module is None or type(module).__name__ != each.cls:
                 found = "is not there" if module is None else f"is a {type(module).__name__}, and was a {each.cls}"
                 raise self._refused(each, f"{each.path or 'the model'} {found}")
@@ -215,7 +211,7 @@ class _Maker:
 
     def _add(self, todo: _Todo, saved: SavedEdit, module: nn.Module) -> None:
         change = self._change(saved, module)
-        edit = Edit(_join(self.prefix, saved.path), module, change, change.now(module))
+        edit = Edit(joined(self.prefix, saved.path), module, change, change.now(module))
         record = record_at(module, change.place)
         if record is not None and state_of(self.survey.root, module, record).in_force:
             same = record.change == change or (
@@ -263,7 +259,7 @@ class _Maker:
                 return record.change
         found = ""
         for edit in self._resolved():
-            if edit.path == _join(self.prefix, saved.path) and edit.slot == saved.slot:
+            if edit.path == joined(self.prefix, saved.path) and edit.slot == saved.slot:
                 found = _identity(edit.change)
                 if found == saved.identity:
                     return edit.change
@@ -292,7 +288,7 @@ class _Maker:
 
     def _name(self, saved: SavedEdit) -> str:
         """Return the name, in the model, of the tensor that an edit sets."""
-        return _join(saved.path, str((saved.change or {}).get("name")))
+        return joined(saved.path, str((saved.change or {}).get("name")))
 
     def _before(self, saved: SavedEdit, change: Change, module: nn.Module) -> Any:
         """Return the data that undoing an edit of saved weights needs."""

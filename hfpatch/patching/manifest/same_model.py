@@ -19,7 +19,7 @@ from hfpatch.model.roles import own_class
 from hfpatch.model.survey import Survey
 from hfpatch.patching.kinds.choose_attention import ChooseAttention
 from hfpatch.patching.kinds.in_float32.outside_autocast import FORWARD, Forward
-from hfpatch.patching.proofs.bodies import digest
+from hfpatch.patching.proofs.bodies import digest, release
 from hfpatch.patching.proofs.proof import is_unsaved
 from hfpatch.patching.record import record_at
 from hfpatch.patching.verifying.same_weights import tensors_seen
@@ -34,7 +34,7 @@ def releases() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name).partition("+")[0]
+            found[name] = release(name)
         except metadata.PackageNotFoundError:
             continue
     return found

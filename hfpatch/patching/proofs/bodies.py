@@ -120,8 +120,8 @@ def subject(entry: Entry, context: Context, code: Code) -> Subject:
         context.submodel.architecture,
         json.dumps(flags, sort_keys=True),
         frozenset([*code.stock.values(), *code.own.values()]),
-        _release("torch"),
-        _release("transformers"),
+        release("torch"),
+        release("transformers"),
     )
 
 
@@ -140,7 +140,8 @@ def of_transformers(architecture: str) -> bool:
 
 
 @cache
-def _release(package: str) -> str:
+def release(package: str) -> str:
+    """Return the version of an installed package, without what follows a `+`."""
     return metadata.version(package).partition("+")[0]
 
 

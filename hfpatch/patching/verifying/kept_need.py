@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,8 @@ from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.inspecting.peaks import Peaks
 from hfpatch.model.walk import peek
-from hfpatch.model.wrapping import RUN_AGAIN, unwrapped
+from hfpatch.model.wrapping import RUN_AGAIN, joined, unwrapped
+from hfpatch.patching.proofs.bodies import release
 from hfpatch.patching.verifying.same_weights import difference, files_seen, weights_seen
 from hfpatch.patching.verifying.sealed import sealed, unsealed
 from hfpatch.report.files import write_atomically
@@ -61,7 +61,7 @@ def keep_need(model: nn.Module, peaks: Peaks, batch: Mapping[str, Any]) -> Path:
     values = {_below(path, at): value for at, value in peaks.values.items()}
     content = {
         "values": {at: None if math.isnan(value) else value for at, value in values.items() if at is not None},
-        "releases": {name: metadata.version(name).partition("+")[0] for name in ("hfpatch", "torch", "transformers")},
+        "releases": {name: release(name) for name in ("hfpatch", "torch", "transformers")},
         "batch": {"sha256": _digest(batch), "tokens": ids.numel() if isinstance(ids, torch.Tensor) else None},
         "class": type(inner).__name__,
         "files": files_seen(folder),
@@ -111,7 +111,7 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
     """
     try:
         content = unsealed(raw, SCHEMA, "measured")
-        values = {_above(path, at): _value(value) for at, value in content["values"].items()}
+        values = {joined(path, at): _value(value) for at, value in content["values"].items()}
         tokens = content["batch"]["tokens"]
         weights: list[list[Any]] = content["weights"]
         if tokens is not None and not (type(tokens) is int and 0 < tokens < TOKENS):
@@ -124,7 +124,7 @@ def _peaks(raw: bytes, model: nn.Module, path: str, folder: Path) -> Peaks:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError) as error:
         raise InputError(f"it cannot be compared with this model ({type(error).__name__}: {error})") from error
-    there = {_above(path, at) for at, _ in model.named_modules()}
+    there = {joined(path, at) for at, _ in model.named_modules()}
     if not other and (unknown := next((at for at in values if at not in there), None)) is not None:
         other = f"it has no module {shown(unknown)}"
     if other:
@@ -148,10 +148,6 @@ def _digest(batch: Mapping[str, Any]) -> str:
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             digest.update(f"{name}\0{tuple(value.shape)}\0{value.detach().to('cpu', torch.int64).tolist()}".encode())
     return digest.hexdigest()
-
-
-def _above(path: str, inner: str) -> str:
-    return f"{path}.{inner}" if path and inner else path or inner
 
 
 def _below(path: str, place: str) -> str | None:
