@@ -6,6 +6,7 @@ from . import testing as testing
 from .advice import trace as trace
 from .blackbox.box import BlackBox as BlackBox
 from .blackbox.bundle import Bundle as Bundle
+from .blackbox.bundle import read_bundle as read_bundle
 from .blackbox.rerun import Rerun as Rerun
 from .comparing.comparison import Comparison as Comparison
 from .comparing.two_models import compare as compare

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.cache_utils import DynamicCache
 
-from hfpatch.blackbox import BlackBox, Bundle, read
+from hfpatch.blackbox import BlackBox, Bundle, read_bundle
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.callback import GuardCallback
 from hfpatch.guarding.guard import Guard
@@ -47,7 +47,7 @@ def guarded(model: nn.Module, box: BlackBox | None, **options: Any) -> Guard:
 
 
 def bundles(directory: Path) -> list[Bundle]:
-    return [read(path) for path in sorted(directory.iterdir())]
+    return [read_bundle(path) for path in sorted(directory.iterdir())]
 
 
 def embedded(model: Any, ids: torch.Tensor, value: float | None = None) -> dict[str, torch.Tensor]:
@@ -325,9 +325,9 @@ class TestStops:
         assert "residual add in model.layers.1" in found
         assert patch == "tried on this call: finite: hfpatch.apply(model, only=['fp16-residual-overflow'])"
         path = last.removeprefix("next: hfpatch replay ").removesuffix(" --model DIR")
-        assert read(path).step == 3
+        assert read_bundle(path).step == 3
         assert [b.step for b in bundles(tmp_path)] == [1, 2, 3]
-        assert read(path).about["event"]["stop"].startswith("guard: 3 steps in a row were skipped")
+        assert read_bundle(path).about["event"]["stop"].startswith("guard: 3 steps in a row were skipped")
         assert capsys.readouterr().err == "", "verbose=False"
 
     def test_without_a_box_it_names_the_box(self, ids: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hfpatch.blackbox import Bundle, read
+from hfpatch.blackbox import Bundle, read_bundle
 from tests.test_guard_ranks import launch
 
 
@@ -17,7 +17,7 @@ def ran(mode: str, folder: Path) -> tuple[list[dict[str, Any]], dict[int, list[B
     assert found[0]["digest"] == found[1]["digest"]
     by_rank: dict[int, list[Bundle]] = {0: [], 1: []}
     for path in sorted((folder / "box").iterdir()):
-        bundle = read(path)
+        bundle = read_bundle(path)
         by_rank[bundle.about["rank"]].append(bundle)
     return found, by_rank
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import nn
 
-from hfpatch.blackbox import BlackBox, folder, read
+from hfpatch.blackbox import BlackBox, folder, read_bundle
 from hfpatch.blackbox.packing import pack, unpack
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.guard import Guard
@@ -86,7 +86,7 @@ class TestBounds:
     def test_a_batch_that_does_not_fit_is_left_out_and_that_is_said(self, tmp_path: Path) -> None:
         guard = guarded(BlackBox(tmp_path, max_bytes=30_000), width=4096)
         skip(guard)
-        held = read(tmp_path / "step-00000001-rank0")
+        held = read_bundle(tmp_path / "step-00000001-rank0")
         assert held.about["batch"]["left_out"] == "its 32,768 bytes are more than the 30,000 left of max_bytes"
         assert held.finding is not None
 
@@ -291,7 +291,7 @@ def test_a_bundle_that_is_not_as_it_was_is_one_sentence(kind: str, bundle: Path)
     how(bundle)
     before = contents(bundle.parent)
     with pytest.raises(InputError, match=sentence) as error:
-        read(bundle)
+        read_bundle(bundle)
     assert "\n" not in str(error.value)
     assert contents(bundle.parent) == before
 
@@ -301,12 +301,12 @@ def test_a_forged_bundle_is_one_sentence_when_it_is_run(kind: str, bundle: Path)
     how, sentence = UNRUNNABLE[kind]
     how(bundle)
     with pytest.raises(InputError, match=sentence):
-        read(bundle).replay(Net())
+        read_bundle(bundle).replay(Net())
 
 
 def test_the_directory_of_bundles_is_told_from_a_bundle(bundle: Path) -> None:
     with pytest.raises(InputError, match=f"name a bundle in it, such as {bundle.name}"):
-        read(bundle.parent)
+        read_bundle(bundle.parent)
 
 
 def test_no_pickle_is_written(bundle: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_healthy_adapter_under_checkpointing(reentrant: bool) -> None:
     key = kwargs_name()
     found = hfpatch.check(adapted(), {key: True, f"{key}_kwargs": {"use_reentrant": reentrant}}, batch=BATCH)
     assert not found, str(found)
-    assert any("lora_B" in line and "at noise" in line for line in found.measured), found.measured
+    assert any("lora_B" in line and "with noise in place of" in line for line in found.measured), found.measured
 
 
 def test_b_is_not_written() -> None:
@@ -228,7 +228,7 @@ def test_other_adapters_with_a_part_that_starts_at_0(tuner: str) -> None:
     assert trained <= trained_by(model, steps=8)
     found = hfpatch.check(model, {}, batch=BATCH)
     assert not found, str(found)
-    assert any("at noise" in line for line in found.measured)
+    assert any("with noise in place of" in line for line in found.measured)
 
 
 class Gated(nn.Module):
@@ -257,4 +257,4 @@ def test_a_gate_that_starts_at_0(frozen: bool) -> None:
         hazard = one(found, "zero-gradient")
         assert "branch.weight, branch.bias" in hazard.reason
     else:
-        assert any("(gate)" in line and "at noise" in line for line in found.measured), found.measured
+        assert any("(gate)" in line and "with noise in place of" in line for line in found.measured), found.measured

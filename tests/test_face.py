@@ -19,7 +19,6 @@ from torch import nn
 import hfpatch
 from hfpatch import codes, deprecated, errors, testing
 from hfpatch.atlas.atlas import Atlas, Row
-from hfpatch.blackbox.bundle import read
 from hfpatch.guarding.outcome import Reason
 from hfpatch.lab.tiny import rescale, tiny_model
 from hfpatch.patching import registry
@@ -59,7 +58,7 @@ def results(folder: Path) -> dict[str, Any]:
         trained(**BATCH, labels=BATCH["input_ids"]).loss.backward()
     save_file({"a.weight": torch.tensor([1.0, torch.nan, 70000.0])}, folder / "model.safetensors")
     outcome = skipped_step(folder / "box")
-    (bundle,) = map(read, (folder / "box").iterdir())
+    (bundle,) = map(hfpatch.read_bundle, (folder / "box").iterdir())
     return {
         "Plan": hfpatch.plan(model),
         "Applied": fix,
@@ -145,6 +144,12 @@ def test_folding_hides_no_row() -> None:
         assert [page.count(f">{i}</td>") for i in range(4)] == [1] * 4
         assert (f"<summary>{words}</summary>" in page) == (words is not None)
         assert sheet.to_text() == Sheet("t", ("c",), rows).to_text()
+
+
+def test_a_table_without_rows_has_no_heading_either() -> None:
+    sheet = Sheet("no hazards", ("hazard", "why"), (), notes=("read: dtypes",))
+    assert "hazard<" not in sheet._repr_html_()
+    assert "read: dtypes" in sheet._repr_html_()
 
 
 def test_lines_in_a_notebook_are_no_red_boxes(

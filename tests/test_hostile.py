@@ -20,7 +20,7 @@ from transformers import integrations
 from transformers.utils import import_utils
 
 import hfpatch
-from hfpatch.blackbox import folder, read
+from hfpatch.blackbox import folder, read_bundle
 from hfpatch.cli.common import CHARACTERS, read_text
 from hfpatch.errors import InputError
 from hfpatch.guarding.checking.settings import read_settings, settings_file
@@ -213,7 +213,7 @@ def test_files_that_are_named_are_ordinary(kind: str, model: Path, bundle: Path,
         copy = Path(shutil.copytree(bundle, tmp_path / f"copy-{name}"))
         doors.special(copy, kind, name)
         with pytest.raises(InputError, match="use another bundle"):
-            read(copy)
+            read_bundle(copy)
     index = "model.safetensors.index.json"
     doors.special(model, kind, index)
     if kind != "directory":

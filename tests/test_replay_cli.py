@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, LlamaForCausalLM
 
 import hfpatch as package
-from hfpatch.blackbox import BlackBox, read
+from hfpatch.blackbox import BlackBox, read_bundle
 from hfpatch.guarding.guard import Guard
 from hfpatch.lab.tiny import rescale, tiny_model
 from tests.conftest import OVERFLOWING, Ran
@@ -122,7 +122,7 @@ def test_patches_of_the_run_are_applied(
     model.half().train()
     package.apply(model, only=PATCH, verbose=False)
     bundle = skipped(model, tmp_path / "box", poisoned(model, ids))
-    assert read(bundle).patches == (PATCH,)
+    assert read_bundle(bundle).patches == (PATCH,)
     text = replay(bundle, folder, code=1).text
     assert f"Applied as in the run: {PATCH}." in text
     assert "Reproduced" in text
@@ -142,7 +142,7 @@ def test_a_fault_of_the_backward_pass_needs_the_factor_of_the_loss(
         loss = model(input_ids=ids, labels=ids).loss
     assert watched.step(loss * 2.0**30).skipped
     (bundle,) = box.glob("step-*")
-    recorded = read(bundle).about
+    recorded = read_bundle(bundle).about
     assert recorded["call"]["autocast"] == {"cpu": "float16"}
     assert recorded["replay"]["factor"] == pytest.approx(2.0**30)
     assert recorded["replay"]["finding"]["phase"] == "backward"

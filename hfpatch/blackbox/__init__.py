@@ -27,4 +27,4 @@ A bundle is a directory, `step-00001234-rank0/`:
 
 from hfpatch.blackbox.box import BlackBox as BlackBox
 from hfpatch.blackbox.bundle import Bundle as Bundle
-from hfpatch.blackbox.bundle import read as read
+from hfpatch.blackbox.bundle import read_bundle as read_bundle

@@ -146,7 +146,7 @@ class Bundle(Shown):
         return rerun(root, call, step=self.step, noted=noted, scale=scale, factor=factor)
 
 
-def read(path: str | Path) -> Bundle:
+def read_bundle(path: str | Path) -> Bundle:
     """Read a bundle.
 
     Args:

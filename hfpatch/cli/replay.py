@@ -43,10 +43,10 @@ def replay(
     JSON: `{"bundle", "model", "event", "recorded", "replayed", "reproduced", "patches", "notes", "advice"}`.
     """
     quiet_transformers()
-    from hfpatch.blackbox.bundle import read
+    from hfpatch.blackbox.bundle import read_bundle
     from hfpatch.blackbox.replayed import Replayed
 
-    held = read(bundle)
+    held = read_bundle(bundle)
     loaded = _load(held, model, dtype, device, trust_remote_code)
     broken_patch_files()
     _check_architecture(held, loaded, model)

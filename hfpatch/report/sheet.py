@@ -178,7 +178,7 @@ class Sheet(Shown):
         """Return the table as HTML for a notebook, with every cell escaped."""
         shown = [row for i, row in enumerate(self.rows) if i not in self.folded]
         folded = [row for i, row in enumerate(self.rows) if i in self.folded]
-        table = self._html_table(shown) if shown or not folded else ""
+        table = self._html_table(shown) if shown else ""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         rest = ""
         if folded:

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 from hfpatch.blackbox import folder as bundles
 from hfpatch.blackbox.box import BlackBox
-from hfpatch.blackbox.bundle import read
+from hfpatch.blackbox.bundle import read_bundle
 from hfpatch.errors import HfpatchError
 from hfpatch.guarding.checking.settings import read_settings, settings_file
 from hfpatch.guarding.guard import Guard
@@ -168,7 +168,7 @@ def bundle(place: Path, chance: Random) -> None:
         about = {**about, "sha256": bundles.digest(about)}
     raw = json.dumps(about).encode()
     (there / bundles.ABOUT).write_bytes(mutate.bytes_of(raw, chance) if chance.random() < 0.2 else raw)
-    held = read(there)
+    held = read_bundle(there)
     str(held), json.dumps(held.to_dict())
     held.call(torch.device("cpu"))
     if chance.random() < 0.2:

@@ -23,7 +23,7 @@ def look(found: Measurement) -> None:
     gates = {n: held[n] for n in step.gradients if not without_gradient(step, n) and _is_gate(n, held[n])}
     if not still or not gates:
         return
-    what = f"{len(still)} gradients of 0 again, with what starts at 0 at noise ({places(list(gates))})"
+    what = f"{len(still)} gradients that were 0, again with noise in place of what starts at 0 ({places(list(gates))})"
     if not found.affords():
         found.judged.update(still)
         found.missed.append(f"{what}: a check may cost 3.5 steps")
