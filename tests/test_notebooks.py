@@ -41,9 +41,9 @@ SHOWS = {
         "<iframe",
     ],
     "06_a_guarded_lora_run": [
-        "step 20: no-labels; weights unchanged: True",
-        "step 22: loss; weights unchanged: True",
-        "step 24: spike; weights unchanged: True",
+        "step 21: no-labels; weights unchanged: True",
+        "step 23: loss; weights unchanged: True",
+        "step 25: spike; weights unchanged: True",
         "loss fell: True",
         "every label is ignored",
         "shows a loss of 0.0 and the guard one of nan",
