@@ -36,7 +36,7 @@ def run(file: Path, **env: str) -> Any:
     notebook = nbformat.read(file, as_version=4)
     resources = {"metadata": {"path": str(FOLDER)}}
     quiet = ",".join(f"ignore:{words}" for words in FOREIGN)
-    client = NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources)
+    client = NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources, coalesce_streams=True)
     client.execute(env={**os.environ, "PYTHONWARNINGS": quiet, "COLUMNS": "100", **env})
     return notebook
 
