@@ -248,6 +248,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tup
     "BlackBox": (
         hfpatch.BlackBox, lambda: {"directory": "box"}, ("directory", "keep_batch", "max_bundles", "max_bytes"),
     ),
+    "read_bundle": (hfpatch.read_bundle, dict, ("path",)),
     "BoundedModulation": (BoundedModulation, dict, ("low", "high")),
     "ModulationAdapter": (
         ModulationAdapter,

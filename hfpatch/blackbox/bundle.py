@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hfpatch.blackbox.kept import Kept, Random
 from hfpatch.blackbox.packing import DTYPES, plain, unpack
 from hfpatch.blackbox.rerun import Rerun, rerun
 from hfpatch.errors import InputError
+from hfpatch.given import PATH, want
 from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import RUN_AGAIN, unwrap
 from hfpatch.report import Sheet, Shown
@@ -146,7 +148,7 @@ class Bundle(Shown):
         return rerun(root, call, step=self.step, noted=noted, scale=scale, factor=factor)
 
 
-def read_bundle(path: str | Path) -> Bundle:
+def read_bundle(path: str | PathLike[str]) -> Bundle:
     """Read a bundle.
 
     Args:
@@ -155,6 +157,7 @@ def read_bundle(path: str | Path) -> Bundle:
     Raises:
         InputError: There is no bundle, it has another format, or it was changed since it was written.
     """
+    want("read_bundle", path=(path, PATH))
     place = Path(path)
     about = _about(place)
     format_ = about.get("format")
