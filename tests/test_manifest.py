@@ -753,7 +753,7 @@ class TestBadFiles:
             fix.save(folder)
 
     def test_there_is_none(self, folder: Path, tmp_path: Path) -> None:
-        refused(loaded(folder), folder / FILE, InputError, r"is a file; manifest= wants the directory of a checkpoint")
+        refused(loaded(folder), folder / FILE, InputError, r"is a file; manifest= wants the directory")
         (folder / FILE).unlink()
         refused(loaded(folder), folder, InputError, r"holds no hfpatch.json; applied.save\(dir\) writes it")
         with pytest.raises(InputError, match=r"holds no hfpatch\.json, which applied\.save"):

@@ -81,7 +81,7 @@ def replay(model: object, folder: Path, trusted: Iterable[str]) -> tuple[Applied
     manifest = read(folder)
     if manifest is None:
         if folder.is_file():
-            raise InputError(f"apply: {folder} is a file; manifest= wants the directory of a checkpoint, with its {FILE}")
+            raise InputError(f"apply: {folder} is a file; manifest= wants the directory with {FILE}")
         raise InputError(f"apply: {folder} holds no {FILE}; applied.save(dir) writes it beside a checkpoint")
     root = root_module(model)
     path, inner = unwrapped("", root)
