@@ -80,10 +80,14 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
     warm = next(r for r in read("engine")["warm"]["times"] if 1200 < r["modules"] < 1300)
     stranger = read("stranger-cpu")
     said = {r["step"]: r["said"] for r in stranger["rows"]}
+    small = read("evidence-h200")
+    slowest = max(small["models"], key=lambda m: m["forward time, patched / stock"])
     seconds, load = stranger["first sentence"], max(stranger["load average"])
     asked = {
         "Does it slow me down?": f"A LoRA step {step['time / stock']:.2f} times stock, a forward pass "
-        f"{forward['time / stock']:.2f} times ({card}); with the guard {guard['against clip_grad_norm_']:.3f} times a "
+        f"{forward['time / stock']:.2f} times ({card}, 4 B). A small model more: {slowest['model']} runs "
+        f"{slowest['forward time, patched / stock']:.1f} and trains {slowest['step time, patched / stock']:.1f} times "
+        f"as long ({small['device']}). With the guard {guard['against clip_grad_norm_']:.3f} times a "
         f"step that clips ({read('guard-h200')['device']}). Plan, apply and revert on {warm['modules']:,} modules: "
         f"{warm['together ms']:.0f} ms.",
         "Does it change my checkpoint?": f"No: {said['the checkpoint']}. The plan marks patches that write weights "
