@@ -208,6 +208,8 @@ def main() -> None:
     rows = [(str(i), *(f"{f[i, 0]:.2f} to {f[i, 1]:.2f}" for f in last)) for i in picked]
     rows.append(("product", *(f"{_product(f[:, 0])} to {_product(f[:, 1])}" for f in last)))
     table(("layer", "published", "patched"), rows, "\nFactors of the last step, and what they make in a row at most")
+    if not llm.real:
+        print("\ntiny random weights: their students hardly part; those of real weights (--llm) do")
 
 
 def _product(factors: torch.Tensor) -> str:

@@ -8,9 +8,9 @@ Synthetic speech (each of 16 words is two vowels of its own) -> Whisper's encode
 five states in one -> projector -> Gemma, which learns to write the words. The projector and LoRA train, under a
 GradScaler in float16. Three runs: float16 as built, which is NaN; float16 after one `apply`; bfloat16 after the same.
 
-One `apply` aligns the norm's eps, initialises the projector, runs the residual stream in float32, and makes eager
-attention safe; `lora_config` finds all seven kinds of projection and sets the scale; `embed_tokens` is the one helper
-that finds the embedding, with and without LoRA; `Guard` checks loss and gradients, clips and skips.
+One `apply` aligns the norm's eps, initialises the projector, runs the residual stream in float32, and attention logits
+too where attention is eager; `lora_config` finds all seven kinds of projection and sets the scale; `embed_tokens` is
+the one helper that finds the embedding, with and without LoRA; `Guard` checks loss and gradients, clips and skips.
 """
 
 from __future__ import annotations

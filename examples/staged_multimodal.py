@@ -5,14 +5,14 @@
     python examples/staged_multimodal.py --run FOLDER --llm tiny
     python examples/staged_multimodal.py --run FOLDER --llm tiny           # again: goes on where it was
 
-A frozen speech encoder, a norm and a projector stand before a language model. Stage 1 trains norm and projector, stage
-2 also LoRA on the language model. What a careful trainer writes by hand is here one call each:
+A frozen speech encoder (a tiny random Whisper, whatever the language model), a norm and a projector stand before a
+language model. Stage 1 trains norm and projector, stage 2 also LoRA on the language model. What a careful trainer
+writes by hand:
 
-- one call for the model: `hfpatch.apply` aligns the new norm's eps and initialises the projector; for LoRA,
-  `hfpatch.lora_config`.
+- `hfpatch.apply` aligns the new norm's eps and initialises the projector; `hfpatch.lora_config` is for LoRA.
 - `hfpatch.Guard`: backward, unscale, the decision on finite loss and gradients, clipping after unscaling, step or skip,
-  `scaler.update()` in any case, warm-up and cosine, accumulation, gradient norms of each component. Two
-  bad batches are planted: one without labels, one whose gradients are a million times too large.
+  `scaler.update()` in any case, warm-up and cosine, accumulation, gradient norms of each component. Two bad
+  batches are planted in each stage: one without labels, one whose gradients are a million times too large.
 - `hfpatch.BlackBox` keeps what was skipped; `hfpatch.compare` says what stage 1 changed in the model, and where.
 - a checkpoint after each step holds weights, optimizer, schedule, scaler, guard, best loss and random state: a run that
   was killed goes on with the same losses to the last bit. The best checkpoint is kept beside it.
@@ -209,7 +209,7 @@ def log(run: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in row["norms"].items())
     became = f"skipped: {row['skipped']}" if row["skipped"] else f"loss {row['loss']:.4f}"
-    print(f"{row['stage']} step {row['step']}: {became}; rate {row['rate']:.1e}; norms {norms}", flush=True)
+    print(f"{row['stage']} step {row['step']}: {became}; rate {row['rate']:.1e}; gradients {norms}", flush=True)
 
 
 def train(asked: str, run: Path, dtype: torch.dtype, steps: int = STEPS) -> Any:

@@ -76,6 +76,8 @@ def main() -> None:
                 for output in cell.get("outputs", ()):
                     if "text" in output:
                         output["text"] = WAITING.sub("", output["text"])
+                if "outputs" in cell:
+                    cell["outputs"] = [output for output in cell["outputs"] if output.get("text", "text").strip()]
             notebook.metadata = {
                 "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
                 "language_info": {"name": "python"},

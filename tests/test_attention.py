@@ -75,6 +75,12 @@ def math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
+@pytest.mark.need(
+    "the product of queries and keys in float32",
+    "one call",
+    '`hfpatch.apply(model, include=["fp32-attention-logits"])`; for eager float16 `hfpatch.apply(model)` is enough. '
+    "The product, not its result, with autocast off",
+)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_its_cases_pass(module: ModuleType) -> None:
     assert "a logit is" in results[0].text
 
 
+@pytest.mark.need(
+    "a soft-cap in place of that",
+    "refused",
+    "it changes the function; a patch of your own can, by name (docs/authoring.md)",
+)
+@pytest.mark.need(
+    "a clamp on the RMS scale, weights on the residual",
+    "refused",
+    "they change the function: `hfpatch.apply(model)` does neither; a patch of your own can, by name "
+    "(docs/authoring.md)",
+)
 def test_what_the_page_says_about_it(module: ModuleType, ids: torch.Tensor, capsys: Any) -> None:
     exec(USE, {})  # noqa: S102 - the page's own lines
     out, err = capsys.readouterr()

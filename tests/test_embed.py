@@ -112,6 +112,11 @@ OUTSIDE: dict[str, Any] = {
 }
 
 
+@pytest.mark.need(
+    "a helper that finds `embed_tokens` with and without LoRA",
+    "one call",
+    "`hfpatch.embed_tokens(model)`",
+)
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("adapter", [None, *PEFT])
 def test_through_every_wrapper(outside: str, adapter: str | None, tiny: Any, ids: torch.Tensor, gloo: None) -> None:

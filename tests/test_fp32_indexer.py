@@ -30,6 +30,11 @@ def chosen(model: Any, autocast: torch.dtype | None) -> list[Any]:
         return choices(model, lambda: model(input_ids=IDS))
 
 
+@pytest.mark.need(
+    "the indexer's scores in float32",
+    "one call",
+    "`hfpatch.apply(model)` (`fp32-indexer`): the positions of float32 under autocast, in eleven architectures",
+)
 @pytest.mark.parametrize("weights", first_quick([torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("name", first_quick(list(CONFIGS)))
 def test_the_same_positions_as_in_float32(name: str, weights: torch.dtype) -> None:

@@ -236,6 +236,11 @@ def test_other_callbacks_and_reporters_see_the_figures(tmp_path: Path) -> None:
     assert {"guard/loss_raw", "guard/loss", "guard/norm", "guard/skipped"} <= set(Reporter.got[0])
 
 
+@pytest.mark.need(
+    "checkpoints with the scaler's state, exact resume",
+    "some lines",
+    "`guard.state_dict()` beside those of optimizer, schedule and scaler; with the Trainer the callback does it",
+)
 def test_a_checkpoint_carries_the_state_and_resume_is_bit_identical(tmp_path: Path) -> None:
     whole, first, second = Watch(), Watch(), Watch()
     arguments: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

@@ -91,6 +91,12 @@ def expected(targets: Any) -> set[str]:
     return {f"{p}.weight" if p in through else p for p in targets.modules} | set(targets.parameters)
 
 
+@pytest.mark.need(
+    "LoRA on q, k, v, o -> plus gate, up, down",
+    "one call",
+    "`hfpatch.lora_config(model)`: all linear maps of the blocks, fused ones too; routed experts by "
+    "`hfpatch.lora_config(model, experts=True)`",
+)
 @pytest.mark.parametrize("name", MEANT)
 def test_exactly_the_linear_maps_of_the_blocks(name: str) -> None:
     """Named once, injected by PEFT, listed: as sets of paths, nothing is missing and nothing is extra."""

@@ -124,6 +124,20 @@ def test_the_plan_holds_no_more_of_the_model_than_its_edits() -> None:
     assert made.to_dict()["decisions"]
 
 
+def test_what_was_asked_for_beside_the_others_and_is_refused_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = tiny_model("llama").half()
+    model.set_attn_implementation("sdpa")
+    hfpatch.apply(model, include="eager-attention").revert()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("hfpatch: asked for and refused: eager-attention: eager attention overflows in float16")
+    hfpatch.apply(model, include=["eager-attention", "rwkv-rescale", "fp32-lm-head"]).revert()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("hfpatch: asked for and refused: eager-attention")
+    assert last.endswith("(and 1 more: print(handle))")
+    hfpatch.apply(model)
+    assert "asked for" not in capsys.readouterr().err
+
+
 def test_a_refused_patch_that_was_named(half: Any) -> None:
     made = hfpatch.plan(half, only="lora-target-expansion")
     with pytest.raises(RefusedError, match="lora-target-expansion was asked for and is refused"):

@@ -92,6 +92,11 @@ X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
 
 class TestNamed:
+    @pytest.mark.need(
+        "cause: `target / (rms + 1e-8)`",
+        "one call",
+        "`hfpatch.trace(model)` names it: `division by rms ... + 1e-08`",
+    )
     def test_a_stage_of_a_cascade(self) -> None:
         found = step(Cascade(), X).first_bad
         assert (found.symptom, found.phase, found.module) == ("growth", "backward", "cascade_stages.1")
@@ -108,6 +113,11 @@ class TestNamed:
         assert t.first_bad.operation.startswith("division by rms ")
         assert "division by rms" in str(t.report())
 
+    @pytest.mark.need(
+        "cause: the norm of a row of near-zero variance",
+        "one call",
+        "`hfpatch.trace(model)` names it: `layer norm of rows that ...`",
+    )
     @pytest.mark.parametrize(
         ("own", "says"),
         [
@@ -128,6 +138,11 @@ class TestNamed:
         found = step(Between(lambda x: x * 1e-6), X).first_bad
         assert (found.symptom, found.operation) == ("vanishing", "multiplication by 1e-06")
 
+    @pytest.mark.need(
+        "cause: residual amplification",
+        "one call",
+        "`hfpatch.trace(model)` names the stack: growth `over the 16 blocks of layers`",
+    )
     def test_a_whole_stack(self) -> None:
         """No layer is out of the ordinary, but together they are."""
         found = step(Heavy([2.0] * 16), X).first_bad

@@ -8,12 +8,15 @@ from hfpatch.patching.decision import Decision, Decisions
 
 
 def announcement(made: Decisions) -> list[str]:
-    """Return two to four lines: problems, patches that were applied (where, with which effect), and opt-in patches."""
+    """Return two to four lines: problems, patches that were applied (where, with which effect), and patches that were
+    asked for and refused, or opt-in ones.
+    """
     decisions = made.decisions
     lines = [f"hfpatch: {text}" for text in _worst([d for d in decisions if d.worst])]
     by_patch: dict[str, list[Decision]] = {}
     for d in sorted(made.of("applied"), key=lambda d: not d.vital):
         by_patch.setdefault(d.title, []).append(d)
+    by_id = {d.patch for ds in by_patch.values() for d in ds}
     done = [
         f"hfpatch: {patch} applied ({', '.join(sorted({str(d.effect) for d in ds}))}): "
         f"{_counted(sum(len(d.edits) for d in ds))} in {_places(ds)}; {ds[0].reason}"
@@ -31,7 +34,12 @@ def announcement(made: Decisions) -> list[str]:
         lines[-1:] = [f"{lines[-1]}; {otherwise[0]}"]
     opt_in = [d for d in made.of("opt-in") if d.suggested and not d.worst]
     refused = [d for d in made.of("refused") if d.vital is not None and d.unasked and not d.worst]
-    if opt_in:
+    asked = {d.title: d.reason for d in made.of("refused") if d.patch in made.named - by_id and not d.worst}
+    if asked:
+        title, reason = next(iter(asked.items()))
+        more = f" (and {len(asked) - 1} more: print(handle))" if len(asked) > 1 else ""
+        lines.append(f"hfpatch: asked for and refused: {title}: {reason}{more}")
+    elif opt_in:
         lines.append(f"hfpatch: opt-in, not applied: {_listed(d.title for d in opt_in)} ({opt_in[0].hint})")
     elif refused and not done:
         lines.append(f"hfpatch: refused: {refused[0].title}: {refused[0].reason}")

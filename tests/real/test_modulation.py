@@ -36,6 +36,11 @@ def ids(llm: Any) -> torch.Tensor:
     return llm.ids(tokens=16)
 
 
+@pytest.mark.need(
+    "1 + tanh(x), which touches 0, becomes a sigmoid",
+    "one call",
+    "`hfpatch.apply(model)` (`sigmoid-modulation`): between 0.5 and 1.5, exactly 1 at 0",
+)
 def test_untrained_modulations_are_bounded_without_a_bit_of_difference(
     example: Any, llm: Any, ids: torch.Tensor
 ) -> None:
@@ -58,6 +63,11 @@ def test_untrained_modulations_are_bounded_without_a_bit_of_difference(
         assert not layer(h).any()
 
 
+@pytest.mark.need(
+    "`safe_mode`: the additive path alone",
+    "one call",
+    "`hfpatch.nn.ModulationAdapter(width, safe_mode=True)`",
+)
 def test_only_bounded_students_learn(example: Any, llm: Any, ids: torch.Tensor) -> None:
     runs = {kind: example.train(example.student(llm.model, kind), llm.model, ids, STEPS) for kind in example.KINDS}
     for kind, run in runs.items():

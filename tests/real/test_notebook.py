@@ -13,6 +13,11 @@ from tests.test_notebooks import FILES, REAL, same_words
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.need(
+    "(not found by hand) the residual stream passes 65,504",
+    "one call",
+    "`hfpatch.apply(model)` (`fp16-residual-overflow`)",
+)
 def test_gemma_in_float16(gemma_dir: Path) -> None:
     found = notebooks.run(FILES[REAL], GEMMA=str(gemma_dir))
     text = "".join(map(notebooks.shown, found.cells))

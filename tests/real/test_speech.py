@@ -31,6 +31,12 @@ def given(speech: Any, gemma_dir: Path, whisper_dir: Path) -> Any:
     return found
 
 
+@pytest.mark.need(
+    "the norm's eps 1e-4 -> `rms_norm_eps`",
+    "one call",
+    "`hfpatch.apply(model)` (`eps-alignment`): the norm that was added, not the model's own. It gives parity, not "
+    "stability: a smaller eps raises the largest gain",
+)
 def test_nan_before_and_a_falling_loss_after(speech: Any, given: Any) -> None:
     (stock,) = speech.train(speech.build(given, torch.float16, patched=False), given, steps=1, size=2)
     assert math.isnan(stock)
@@ -47,6 +53,12 @@ def test_nan_before_and_a_falling_loss_after(speech: Any, given: Any) -> None:
     assert losses[0] == pytest.approx(brain[0], rel=0.02)  # later ones are of weights that part by rounding
 
 
+@pytest.mark.need(
+    "projector init std 0.02, bias 0",
+    "one call",
+    "`hfpatch.apply(model)` (`projection-init`): the RMS of the model's own embeddings, and bias 0; "
+    '`hfpatch.apply(model, options={"projection-init": {"std": 0.02}})` sets 0.02',
+)
 def test_speech_is_as_large_as_text(speech: Any, given: Any) -> None:
     model = speech.SpeechLLM(copy.deepcopy(given.llm.model).half(), copy.deepcopy(given.encoder))
     inputs = speech.batch(given, size=4, seed=0)
