@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
+import transformers
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import PreTrainedModel, WhisperConfig, WhisperModel
+from transformers.models.whisper import modeling_whisper
 
 import hfpatch
 from hfpatch.lab.cut_off import cut_off
@@ -188,3 +190,57 @@ class TestLife:
         assert model.train()(**batch).logits.requires_grad
         with torch.no_grad():
             assert not model(**batch).logits.requires_grad
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+ENCODERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "WhisperEncoder": (
+        "q_proj",
+        {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64},
+        {"input_features": torch.linspace(-1, 1, 80 * 3000).reshape(1, 80, 3000)},
+    ),
+    "Wav2Vec2BertModel": ("linear_q", SMALL, {"input_features": torch.arange(6400.0).sin().reshape(1, 40, 160)}),
+    "CLIPVisionModel": (
+        "q_proj", {**SMALL, "image_size": 32, "patch_size": 8},
+        {"pixel_values": torch.linspace(-1, 1, 3072).reshape(1, 3, 32, 32)},
+    ),
+}  # fmt: skip
+"""Class of a tower of a model of one's own -> what LoRA adapts, its config, what it reads."""
+
+
+@pytest.mark.parametrize("name", first_quick(ENCODERS, every=3))
+def test_a_tower_in_a_model_of_ones_own(name: str) -> None:
+    adapts, sizes, batch = ENCODERS[name]
+    cls: Any = getattr(transformers, name, modeling_whisper.WhisperEncoder)
+    torch.manual_seed(0)
+    tower = cls(cls.config_class(**sizes, apply_spec_augment=False, layerdrop=0.0))
+    lora = LoraConfig(r=2, target_modules=[adapts], init_lora_weights=False)
+    held = nn.ModuleDict({"tower": inject_adapter_in_model(lora, tower), "llm": tiny_model("llama")})
+    want = weighed(tower, batch)
+    assert len(want) == 4
+    tower.gradient_checkpointing_enable({"use_reentrant": True})
+    assert not [t for t in outputs(tower, batch) if t.requires_grad]
+    fix = hfpatch.apply(held, only=ID, verbose=False)
+    assert fix.edits, str(fix)
+    found = weighed(tower, batch)
+    assert found.keys() == want.keys()
+    for path, gradient in want.items():
+        assert torch.allclose(found[path], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), path
+
+
+def weighed(tower: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients of an uneven sum: the square of what a norm writes has none."""
+    tower.zero_grad(set_to_none=True)
+    out = outputs(tower, batch)[0]
+    (out * torch.arange(out.numel()).view_as(out).sin()).sum().backward()
+    return {n: p.grad.clone() for n, p in tower.named_parameters() if p.grad is not None}
+
+
+def test_a_wav2vec2_in_a_model_of_ones_own_cuts_nothing_off() -> None:
+    cls: Any = transformers.Wav2Vec2Model
+    tower = cls(cls.config_class(**SMALL, apply_spec_augment=False, layerdrop=0.0))
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    held = nn.ModuleDict({"tower": inject_adapter_in_model(lora, tower), "llm": tiny_model("llama")})
+    assert hfpatch.plan(held, only=ID).decisions[0].decided == "not needed"
+    tower.gradient_checkpointing_enable({"use_reentrant": True})
+    assert outputs(tower, {"input_values": torch.linspace(-1, 1, 4000).sin().reshape(1, 4000)})[0].requires_grad

@@ -18,12 +18,12 @@ HOP = 160
 SAMPLES = 672
 """Samples per sound, for models that read samples: a multiple of all strides."""
 
-BANDS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size")
+BANDS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "feature_projection_input_dim")
 """Config keys for the number of frequency bands."""
 
 FRAMES_FIRST = frozenset({
     "fun_asr_nano", "gemma4", "gemma4_unified", "granite_speech", "granite_speech_plus", "nemo_speechlm",
-    "nemotron_h_omni",
+    "nemotron_h_omni", "parakeet_encoder", "wav2vec2-bert",
 })  # fmt: skip
 """Architectures that read [batch, frames, bands], not [batch, bands, frames]."""
 

@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from transformers import PreTrainedModel
 from hfpatch.errors import InputError
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.example_text import text
-from hfpatch.lab.shrink import shrunk_like
-from hfpatch.lab.tiny import tiny_config, tiny_of_class
-from hfpatch.lab.towers import plain
+from hfpatch.lab.shrink import shrunk, shrunk_like
+from hfpatch.lab.tiny import tiny_of_class
+from hfpatch.lab.towers import plain, reads
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import stock_class
@@ -55,9 +56,10 @@ class Like:
             InputError: Neither runs.
         """
         whys: list[str] = []
-        for make in (self._shrunk, lambda: tiny_config(self.kind.model_type)):
+        # sizes for text are the last resort: they leave those of images and sounds as they are
+        for make, kind in product((self._shrunk, self._of_the_architecture), dict.fromkeys((reads(self.cls), "text"))):
             try:
-                model = tiny_of_class(self.cls, make())
+                model = tiny_of_class(self.cls, make(kind))
                 batch = _batch(model)
                 outputs(model, batch)
             except FAILED as error:
@@ -66,8 +68,11 @@ class Like:
             return model, batch
         raise InputError(f"no tiny {self.cls.__name__} can be run: {whys[-1]}")
 
-    def _shrunk(self) -> Any:
-        return shrunk_like(self.kind.from_dict(json.loads(self.config)))
+    def _shrunk(self, kind: str) -> Any:
+        return shrunk_like(self.kind.from_dict(json.loads(self.config)), kind)
+
+    def _of_the_architecture(self, kind: str) -> Any:
+        return self.kind(**shrunk(self.kind, kind))
 
 
 def _batch(tiny: PreTrainedModel) -> dict[str, Any]:

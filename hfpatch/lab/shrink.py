@@ -24,15 +24,16 @@ def shrunk(cls: Any, kind: str = "text", **overrides: Any) -> dict[str, Any]:
     return _shrunk(cls(**copy.deepcopy(default)), default, kind, overrides)  # configs may modify their arguments
 
 
-def shrunk_like(config: Any, **overrides: Any) -> Any:
+def shrunk_like(config: Any, kind: str = "text", **overrides: Any) -> Any:
     """Return a config of the same class as this one, with the same settings and the sizes of a tiny model.
 
     Args:
         config: A config, of a class of transformers or another.
+        kind: What it describes: text | vision | audio.
         overrides: Config values; of the text part if the config has several.
     """
     given = {key: value for key, value in config.to_dict().items() if not _computed(config, key)}
-    return type(config).from_dict({**given, **_shrunk(config, {}, "text", overrides)})
+    return type(config).from_dict({**given, **_shrunk(config, {}, kind, overrides)})
 
 
 def _shrunk(have: Any, default: Mapping[str, Any], kind: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

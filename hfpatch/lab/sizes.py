@@ -118,6 +118,7 @@ AUDIO: dict[str, Any] = {
     "upsample_groups": HIDDEN,
     "context_size": 8,
     **dict.fromkeys(("max_pos_emb", "num_conv_pos_embeddings"), 16),
+    **dict.fromkeys(("mask_time_prob", "mask_feature_prob"), 0.0),  # in training they hide what is heard
 }  # fmt: skip
 """Key -> size in audio towers."""
 
@@ -247,6 +248,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _MERGED_EARLY),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), _FOUR_PATCHES),
     # audio towers and what speaks
+    "whisper": {"max_source_positions": 16},  # its config is that of text, sound and both
     "evolla": {
         "aligner_num_add_layers": 2, "resampler_depth": 2, "resampler_heads": 4, "resampler_dim_head": 8,
         "resampler_num_latents": 4,

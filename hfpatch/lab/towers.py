@@ -96,6 +96,11 @@ def tower_inputs(model: nn.Module) -> dict[str, Any]:
     return example_inputs(model)
 
 
+def reads(cls: type[PreTrainedModel]) -> str:
+    """Return what a class reads, as `shrunk` takes it: text | vision | audio."""
+    return {"pixel_values": "vision", "input_ids": "text"}.get(cls.main_input_name, "audio")
+
+
 def plain(name: str, value: Any) -> Any:
     """Return an input as a tower alone reads it: samples as [batch, samples]."""
     return value[:, 0] if name == "input_values" and value.dim() == 3 else value
@@ -197,8 +202,7 @@ def _alone(architecture: str, depth: int | None, overrides: dict[str, Any]) -> n
     if name is None:
         raise InputError(f"transformers has no model that holds {architecture!r} or is one")
     cls: Any = getattr(transformers, name if isinstance(name, str) else name[0])
-    kind = "vision" if cls.main_input_name == "pixel_values" else "audio"
-    if cls.main_input_name == "input_ids":
+    if (kind := reads(cls)) == "text":
         raise InputError(f"{cls.__name__} reads tokens")
     config: Any = CONFIG_MAPPING[architecture]
     small = config(**shrunk(config, kind))
