@@ -217,6 +217,7 @@ class TestOnDemand:
         """As a release of next week: nothing is known of it but its structure."""
         without = [p for p in shelf.shipped(registry.get(STREAM).file) if p.subject.architecture != "llama"]
         monkeypatch.setattr(shelf, "shipped", lambda _: tuple(without))
+        monkeypatch.setattr(registry, "proved_names", shelf.proved_names.__wrapped__)
         assert "llama" not in registry.get(STREAM).proved
         found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
         assert (found.decided, "proved here, on a tiny llama" in found.reason) == ("applied", True)
