@@ -74,8 +74,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # what could be collected is frozen too: to look for it takes longer than it is worth
         gc.enable()
 
 

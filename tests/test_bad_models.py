@@ -12,6 +12,7 @@ from torch import nn
 import hfpatch
 from hfpatch.errors import HfpatchError, InputError, NotAModelError
 from hfpatch.lab.tiny import tiny_model
+from tests.sampling import slow
 
 
 class Selfish(nn.Module):
@@ -152,14 +153,17 @@ def test_each_verb_gives_a_result_or_a_sentence(name: str) -> None:
             assert len(str(error)) > 30, (verb, error)
 
 
-def test_patches_reach_the_language_model_beside_odd_modules() -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["lazy beside llama", slow("600 deep beside llama"), "properties raise beside llama", slow("llama 600 deep")],
+)
+def test_patches_reach_the_language_model_beside_odd_modules(name: str) -> None:
     """A result is a right one: beside something odd the model is served as it is by itself."""
-    for name in ("lazy beside llama", "600 deep beside llama", "properties raise beside llama", "llama 600 deep"):
-        model = MODELS[name]().half()
-        fix = hfpatch.apply(model, verbose=False)
-        assert "fp16-residual-overflow" in hfpatch.status(model).patches, name
-        fix.revert()
-        assert not hfpatch.status(model)
+    model = MODELS[name]().half()
+    fix = hfpatch.apply(model, verbose=False)
+    assert "fp16-residual-overflow" in hfpatch.status(model).patches
+    fix.revert()
+    assert not hfpatch.status(model)
 
 
 def test_what_is_too_deep_is_said_with_a_way_out() -> None:

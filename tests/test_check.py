@@ -38,6 +38,7 @@ from hfpatch.guarding.checking.hazards import check
 from hfpatch.guarding.checks import can_unscale
 from hfpatch.lab.tiny import SpeechLLM, tiny_config, tiny_model
 from hfpatch.model.source import build_on_meta
+from tests.sampling import first_quick
 from tests.test_guard_trainer import logs, trainer
 
 SMALL: dict[str, Any] = {
@@ -596,7 +597,7 @@ HEALTHY: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HEALTHY)
+@pytest.mark.parametrize("kind", first_quick(HEALTHY, every=4))
 @pytest.mark.parametrize("batched", [False, True])
 def test_no_false_alarm(kind: str, batched: bool, tmp_path: Path) -> None:
     make, settings = HEALTHY[kind]

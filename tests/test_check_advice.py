@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hfpatch
 from hfpatch.guarding.checking.measurement import Measurement
 from hfpatch.testing import example_inputs, tiny_model
-from tests.sampling import first_quick, slow
+from tests.sampling import slow
 from tests.test_check import IDS, kwargs_name, one
 
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -258,7 +258,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", first_quick(CASES, every=3))
+@pytest.mark.parametrize("case", [case if case in ("lora", "dearest") else slow(case) for case in CASES])
 def test_a_check_costs_three_steps_and_a_half_at_most(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, batch = CASES[case]()
     counter = Counter(model, monkeypatch)

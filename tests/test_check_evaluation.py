@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import hfpatch
 from hfpatch.testing import example_inputs, tiny_model
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick, slow
 from tests.test_check import one
 
 IDS = torch.arange(10, 26).reshape(2, 8)
@@ -219,9 +220,9 @@ def kept(model: Any, to: torch.dtype | None = None) -> float:
     [
         (torch.bfloat16, 2e-2, {}),
         (torch.bfloat16, 1e-4, {}),
-        (torch.float16, 1e-5, {}),
+        slow(torch.float16, 1e-5, {}),
         (torch.bfloat16, 1e-4, {"use_dora": True}),
-        (torch.bfloat16, 1e-4, {"use_rslora": True}),
+        slow(torch.bfloat16, 1e-4, {"use_rslora": True}),
     ],
     ids=str,
 )
@@ -266,7 +267,7 @@ def test_a_model_that_differs_without_adapters_is_not_the_adapters_fault() -> No
     assert any("the model itself computes something else" in line for line in found.measured), found.measured
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "whisper", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", first_quick(["llama", "gpt2", "t5", "whisper", "qwen2_moe"]))
 def test_a_healthy_adapter(architecture: str) -> None:
     model = tiny_model(architecture)
     batch = example_inputs(model)

@@ -55,12 +55,12 @@ def params(entry: registry.Entry, cases: Iterable[Case], name: Callable[[Case], 
 
 def lives(entry: registry.Entry) -> list[Case]:
     """A case for each architecture of a patch, with nothing of what makes the symptom but the config."""
-    names = entry.architectures
+    names, tried = entry.architectures, repros(entry)
     if ANY in names:
-        names = dict.fromkeys((*SAMPLE, *(case.architecture for case in repros(entry))))
+        names = dict.fromkeys((*SAMPLE, *(case.architecture for case in tried)))
     out: list[Case] = []
     for name in names:
-        like = next((c for c in repros(entry) if c.architecture == name), entry.patch.repros[0])
+        like = next((c for c in tried if c.architecture == name), entry.patch.repros[0])
         if not sampled(replace(like, architecture=name)):
             continue
         config = like.config if like.architecture == name else {}

@@ -17,6 +17,7 @@ from hfpatch.lab.tiny import SpeechLLM, tiny_config, tiny_model
 from hfpatch.model.cast_buffers import cast_buffers
 from hfpatch.model.survey import Survey
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick, slow
 from tests.test_verify import Composite
 
 ID = "fp32-buffers"
@@ -67,12 +68,12 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         ("qwen3", "to"),
         ("gemma3_text", "bfloat16"),
         ("gemma3_text", "through bfloat16"),
-        pytest.param("gemma3", "bfloat16", marks=pytest.mark.slow),
-        ("qwen2_vl", "bfloat16"),
-        ("deepseek_v3", "bfloat16"),
-        ("falcon_h1", "bfloat16"),
-        ("cohere", "half"),
-        ("recurrent_gemma", "bfloat16"),
+        slow("gemma3", "bfloat16"),
+        slow("qwen2_vl", "bfloat16"),
+        slow("deepseek_v3", "bfloat16"),
+        slow("falcon_h1", "bfloat16"),
+        slow("cohere", "half"),
+        slow("recurrent_gemma", "bfloat16"),
     ],
 )
 def test_outputs_are_those_of_a_loaded_model(name: str, how: str, tmp_path: Path) -> None:
@@ -96,7 +97,9 @@ def test_outputs_are_those_of_a_loaded_model(name: str, how: str, tmp_path: Path
     assert {path: part["buffers"] for path, part in fingerprint(model).items()} == before
 
 
-@pytest.mark.parametrize("name", ["gptj", "gpt_neox", "bloom", "mpt", "whisper", "m2m_100", "gemma3_text", "ctrl"])
+@pytest.mark.parametrize(
+    "name", first_quick(["gptj", "gpt_neox", "bloom", "mpt", "whisper", "m2m_100", "gemma3_text", "ctrl"], every=4)
+)
 def test_a_bare_apply_gives_a_loaded_model(name: str, tmp_path: Path) -> None:
     """Also where nothing with an effect was lost: alibi is computed at each call, sinusoids are weights."""
     model: Any = tiny_model(name).bfloat16()

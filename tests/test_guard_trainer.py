@@ -371,7 +371,7 @@ def test_an_empty_micro_batch_is_not_in_the_mean_of_the_steps_taken(tmp_path: Pa
     assert shown[0][-1]["guard/empty_micro_batches"] == 2
 
 
-@pytest.mark.parametrize("moment", ["on_train_begin", "on_epoch_begin"])
+@pytest.mark.parametrize("moment", ["on_train_begin", slow("on_epoch_begin")])
 def test_another_callback_that_raises_leaves_nothing_at_work(tmp_path: Path, moment: str) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyError("boom")

@@ -22,6 +22,7 @@ FOREIGN = frozenset(n for base in BASES for n in dir(base) if n.startswith("_") 
 """Private names that classes of other packages give to those derived from them."""
 
 
+@pytest.mark.slow
 def test_private_names_of_other_packages_are_said_in_compat_alone() -> None:
     found = [
         f"{path.relative_to(house.ROOT)}:{line}: {name}"

@@ -165,6 +165,7 @@ def test_eps_sources_of_case_13(case: str, from_config: bool) -> None:
     assert used == set(EPS[case])
 
 
+@pytest.mark.slow
 def test_every_norm_is_counted() -> None:
     for case in EPS:
         info = hfpatch.inspect(config_of(case))

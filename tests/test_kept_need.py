@@ -20,6 +20,7 @@ from hfpatch.patching.verifying.kept_need import FILE
 from hfpatch.patching.verifying.same_weights import difference, weights_seen
 from hfpatch.patching.verifying.sealed import checksum
 from tests.fingerprint import fingerprint
+from tests.sampling import first_quick
 from tests.test_branch_overflow import BATCH, of
 from tests.test_cli import hfpatch as hfpatch_cli
 from tests.test_trace_cli import save
@@ -65,7 +66,7 @@ def used(model: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("measured", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("measured", first_quick([torch.float16, torch.float32, torch.bfloat16]), ids=str)
 def test_one_dtype_is_measured_and_another_is_loaded(folder: Path, measured: torch.dtype, dtype: torch.dtype) -> None:
     file = hfpatch.plan(load(folder, measured), batch=BATCH).keep()
     assert file == folder / FILE
@@ -192,9 +193,13 @@ def edited(raw: bytes, at: str, value: Any) -> bytes:
 
 
 class TestBadFiles:
+    @pytest.fixture(scope="class")
+    def measured(self, checkpoint: Path) -> bytes:
+        return hfpatch.plan(load(checkpoint), batch=BATCH).keep().read_bytes()
+
     @pytest.fixture
-    def kept(self, folder: Path) -> Path:
-        hfpatch.plan(load(folder), batch=BATCH).keep()
+    def kept(self, folder: Path, measured: bytes) -> Path:
+        (folder / FILE).write_bytes(measured)
         return folder / FILE
 
     def note(self, file: Path) -> str:

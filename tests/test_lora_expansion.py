@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", first_quick(CASES, every=3))
+@pytest.mark.parametrize("case", first_quick(CASES, every=6))
 def test_expanded_saved_loaded_and_taken_back(case: str, tmp_path: Path) -> None:
     make, options, want = CASES[case]
     model = make()

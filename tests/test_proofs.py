@@ -182,12 +182,12 @@ class TestOnDemand:
 
     def test_a_flag_is_proved_on_a_tiny_model_and_kept(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_model("gpt_neox", use_parallel_residual=False).half()
-        found = decision(hfpatch.plan(model), STREAM)
+        found = decision(hfpatch.plan(model, only=STREAM), STREAM)
         assert found.decided == "applied"
         assert "proved here, on a tiny gpt_neox (use_parallel_residual=False)" in found.reason
         lookup.FOUND.clear()
         monkeypatch.setattr("hfpatch.patching.proofs.prove.prove", lambda *_: pytest.fail("the cache was not read"))
-        assert decision(hfpatch.plan(model), STREAM) == found
+        assert decision(hfpatch.plan(model, only=STREAM), STREAM) == found
 
     def test_a_damaged_cache_is_said_and_proved_again(self, cache: Path) -> None:
         model = tiny_model("gpt_neox", use_parallel_residual=False).half()
@@ -207,7 +207,7 @@ class TestOnDemand:
         for value in (False, False):
             lookup.FOUND.clear()
             model = tiny_model("gpt_neox", use_parallel_residual=value).half()
-            assert decision(hfpatch.plan(model), STREAM).decided == "applied"
+            assert decision(hfpatch.plan(model, only=STREAM), STREAM).decided == "applied"
         said = [w for w in recwarn if "proofs cannot be kept" in str(w.message)]
         assert len(said) == 1
 
@@ -217,33 +217,37 @@ class TestOnDemand:
         """As a release of next week: nothing is known of it but its structure."""
         without = [p for p in shelf.shipped(registry.get(STREAM).file) if p.subject.architecture != "llama"]
         monkeypatch.setattr(shelf, "shipped", lambda _: tuple(without))
+        monkeypatch.setattr(registry, "proved_names", shelf.proved_names.__wrapped__)
         assert "llama" not in registry.get(STREAM).proved
-        found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
+        found = decision(hfpatch.plan(tiny_model("llama").half(), only=STREAM), STREAM)
         assert (found.decided, "proved here, on a tiny llama" in found.reason) == ("applied", True)
 
+    @pytest.mark.slow
     def test_another_release_is_proved_here(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("hfpatch.patching.proofs.bodies.release", lambda _: "99.0")
-        found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
+        found = decision(hfpatch.plan(tiny_model("llama").half(), only=STREAM), STREAM)
         assert (found.decided, "proved here, on a tiny llama" in found.reason) == ("applied", True)
 
     def test_what_is_not_cured_is_refused(self, cache: Path) -> None:
-        found = decision(hfpatch.plan(tiny_model("reformer").half()), STREAM)
+        found = decision(hfpatch.plan(tiny_model("reformer").half(), only=STREAM), STREAM)
         assert (found.decided, found.code) == ("refused", "not-cured")
         assert "does not cure a tiny reformer" in found.reason
 
     @pytest.mark.slow
     @pytest.mark.parametrize("architecture", ["bert", "bart", "xlnet", "openai-gpt"])
     def test_layers_that_normalise_every_sum_need_nothing(self, architecture: str, cache: Path) -> None:
-        made = hfpatch.plan(tiny_model(architecture).half())
+        made = hfpatch.plan(tiny_model(architecture).half(), only=STREAM)
         assert {d.decided for d in made.decisions if d.patch == STREAM} == {"not needed"}
         assert "returned the output of a norm" in decision(made, STREAM).reason
 
+    @pytest.mark.slow
     def test_a_plan_in_an_autocast_region_and_on_meta_proves_the_same(self, cache: Path) -> None:
         with torch.device("meta"):
             model = tiny_model("gpt_neox", use_parallel_residual=False).half().to("meta")
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert decision(hfpatch.plan(model), STREAM).decided == "applied"
+            assert decision(hfpatch.plan(model, only=STREAM), STREAM).decided == "applied"
 
+    @pytest.mark.slow
     def test_random_states_stay(self, cache: Path) -> None:
         before = torch.get_rng_state()
         hfpatch.plan(tiny_model("gpt_neox", use_parallel_residual=False).half())
@@ -254,17 +258,17 @@ class TestOnDemand:
     def test_the_callers_contexts_do_not_change_a_proof(self, context: Any, cache: Path) -> None:
         model = tiny_model("gpt_neox", use_parallel_residual=False).half()
         with context():
-            found = decision(hfpatch.plan(model), STREAM)
+            found = decision(hfpatch.plan(model, only=STREAM), STREAM)
         assert "proved here, on a tiny gpt_neox" in found.reason
 
     def test_where_weights_get_no_values_nothing_is_kept(self, cache: Path) -> None:
         model = tiny_model("gpt_neox", use_parallel_residual=False).half()
         with init_empty_weights():
-            found = decision(hfpatch.plan(model), STREAM)
+            found = decision(hfpatch.plan(model, only=STREAM), STREAM)
         assert "warning: not proved" in found.reason
         assert "plan outside it" in found.reason
         assert not cache.exists()
-        assert "proved here, on a tiny gpt_neox" in decision(hfpatch.plan(model), STREAM).reason
+        assert "proved here, on a tiny gpt_neox" in decision(hfpatch.plan(model, only=STREAM), STREAM).reason
 
     def test_threads_that_plan_at_once_leave_the_random_state(self, cache: Path) -> None:
         models = [tiny_model("gpt_neox", use_parallel_residual=False).half() for _ in range(2)]
@@ -284,11 +288,11 @@ class TestOnDemand:
         with monkeypatch.context() as during, torch.random.fork_rng(devices=[]):
             during.setattr("hfpatch.patching.proofs.prove.attempt", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                hfpatch.plan(model)
+                hfpatch.plan(model, only=STREAM)
         assert not lookup.FOUND
         assert not cache.exists()
         assert (torch.get_default_dtype(), torch.empty(1).device.type) == (torch.float32, "cpu")
-        assert "proved here" in decision(hfpatch.plan(model), STREAM).reason
+        assert "proved here" in decision(hfpatch.plan(model, only=STREAM), STREAM).reason
 
 
 class TestCacheFolder:
@@ -319,7 +323,7 @@ class TestReplacedForwards:
 
     def reason(self, forward: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
         monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
-        found = decision(hfpatch.plan(tiny_model("llama").half()), STREAM)
+        found = decision(hfpatch.plan(tiny_model("llama").half(), only=STREAM), STREAM)
         return found.decided, found.reason
 
     @pytest.mark.slow
@@ -387,12 +391,14 @@ class TestProve:
         assert proof is not None
         assert (proof.outcome, len(proof.subject.bodies)) == ("proved", 3)
 
+    @pytest.mark.slow
     def test_plain_and_default_flags(self) -> None:
         found = list(prove_all(registry.get(STREAM), ["deepseek_v2"]))
         assert [(p.outcome, p.subject.settings) for p in found] == [
             ("proved", {}), ("proved", {"first_k_dense_replace": 0}),
         ]  # fmt: skip
 
+    @pytest.mark.slow
     def test_left_out_are_those_named_and_those_of_another_structure(self) -> None:
         assert list(prove_all(registry.get(STREAM), ["t5", "gemma3"])) == []
 

@@ -23,7 +23,7 @@ from hfpatch.report.progress import patience
 from hfpatch.testing import example_inputs, tiny_model
 from tests.conftest import Ran
 from tests.fingerprint import fingerprint
-from tests.sampling import first_quick
+from tests.sampling import first_quick, slow
 
 CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 SHARP = ("gemma3_text", "deepseek_v3", "qwen3", "m2m_100")
@@ -399,7 +399,7 @@ def interrupted(where: str) -> Callable[..., None]:
     return hook
 
 
-@pytest.mark.parametrize("stop", ["", "float32", "bfloat16"])
+@pytest.mark.parametrize("stop", ["", slow("float32"), "bfloat16"])
 def test_the_model_is_left_as_it_was(stop: str, ids: torch.Tensor) -> None:
     """Dynamic rotary tables, modes, gradients, hooks and random states too; also after Ctrl-C."""
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -76,9 +76,9 @@ class Entry:
     @property
     def architectures(self) -> tuple[str, ...]:
         """The `model_type`s that it supports: declared, or proved of it and of the patches it needs; `*` for all."""
-        needed = [get(name) for name in self.patch.needs]
+        needed = [frozenset(get(name).architectures) for name in self.patch.needs]
         names = self.patch.architectures or self.proved
-        return tuple(name for name in names if all(entry.serves(name) for entry in needed))
+        return tuple(name for name in names if all(served & {ANY, name} for served in needed))
 
     def serves(self, architecture: str) -> bool:
         """True if the patch supports this `model_type`."""
@@ -209,6 +209,7 @@ def add(entry: Entry) -> None:
     """Add a patch that was registered by hand. Its file may have changed since it was registered before."""
     digest_of_file.cache_clear()
     shipped.cache_clear()
+    proved_names.cache_clear()
     _registered[entry.id] = entry
 
 

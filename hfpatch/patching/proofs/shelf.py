@@ -30,6 +30,7 @@ def shipped(patch_file: Path) -> tuple[Proof, ...]:
     return _read(beside(patch_file), "hfpatch prove --write makes it again")
 
 
+@cache
 def proved_names(patch_file: Path, digest: str) -> tuple[str, ...]:
     """Return the architectures for which a shipped proof of this patch says *proved*, of any release, sorted.
 
