@@ -6,8 +6,8 @@
 Target: at least 0.8 of the speed of the pass; under 400 MB in all processes together, whatever the size. The pass is
 `torch.aminmax` of each tensor that `safe_open` gives, which maps the file, in this process with torch loaded, by one
 thread and by as many as there are cores, which torch takes by itself. A scan is timed whole: its processes start,
-read, and end. The files are in the page cache: a disk would be what both wait for. Seconds of the processor are those of
-all threads and processes; other work on the machine changes them less than the time on the clock.
+read, and end. The files are in the page cache: a disk would be what both wait for. Seconds of the processor are those
+of all threads and processes; other work on the machine changes them less than the time on the clock.
 """
 
 from __future__ import annotations
