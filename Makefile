@@ -8,7 +8,7 @@ DEVICE ?= cpu
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test quick fuzz test-architectures test-browser test-thorough test-real test-clean evidence pages docs lint clean
+.PHONY: demo test quick fuzz reliability test-architectures test-browser test-thorough test-real test-clean evidence pages docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hfpatch demo
@@ -34,9 +34,14 @@ test-real: $(VENV)/.installed-real
 	$(BIN)/python tests/real/weights.py
 	$(TEST) $(PARALLEL) -m real tests/real
 
-# 10,000 mutations of every kind of file that is read; some ten minutes on two cores
+# 10,000 mutations of every kind of file that is read; half an hour on two cores
 fuzz: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz --count 10000 --processes $(WORKERS) --json benchmarks/results/fuzz-cpu.json --markdown benchmarks/results/fuzz-cpu.md
+
+# the counts of the table of states and of `make fuzz`, and calls with absurd arguments; README's line on reliability
+reliability: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability
+	$(BIN)/python benchmarks/readme.py
 
 # the lowest and the newest release of each dependency, in fresh environments: downloads gigabytes
 test-clean: $(VENV)/.installed-test

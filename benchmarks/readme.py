@@ -98,8 +98,23 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
         "How soon does it say something?": f"{seconds['of the process']:.0f} s from starting Python to the first "
         f"sentence about a model of one's own, {seconds['from the install']:.0f} s from an empty environment "
         f"({', '.join(stranger['device'].split(', ')[:2])}, load average up to {load:.0f}).",
+        "How reliable is it?": reliability(read("reliability")),
     }
     return ["| | |", "|---|---|", *(f"| {question} | {answer} |" for question, answer in asked.items())]
+
+
+def reliability(found: dict[str, dict[str, int]]) -> str:
+    """What was tried to break it."""
+    cells, stops, files, calls = found.values()
+    faults = ", ".join(f"{files[word]} {word}" for word in ("tracebacks", "hangs", "took over 1 GB", "ran code"))
+    return (
+        f"Of {sum(cells.values())} cells of [the table of states](docs/state.md) "
+        + ", ".join(f"{count} {word}" for word, count in cells.items())
+        + f". {stops['tried']:,} interruptions of apply and revert, {stops['left something']} left something. "
+        f"{files['mutations']:,} mutated files of {files['kinds']} kinds: {faults}. "
+        f"{calls['calls']:,} calls with absurd arguments, {calls['without a sentence']} without a sentence. "
+        "[All counts](benchmarks/results/reliability.md)."
+    )
 
 
 def devices() -> list[str]:

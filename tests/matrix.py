@@ -9,6 +9,7 @@ hook and the stock outputs; *refused* if hfpatch says why in a sentence and noth
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 import tempfile
@@ -281,6 +282,7 @@ def _ours(hook: object) -> bool:
 
 
 FILE = Path(__file__).parent.parent / "docs" / "state.md"
+DATA = FILE.with_suffix(".json")
 ALL = [(kind, wrapper, order) for kind in SUBJECTS for wrapper in WRAPPERS for order in ORDERS]
 
 
@@ -382,6 +384,15 @@ def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[
     )
 
 
+def figures(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """docs/state.json: the outcomes of the page, for other programs."""
+    return {
+        "cells": [[c.kind, c.wrapper, c.order, c.outcome] for c in cells],
+        "patches": {c.kind: c.outcome for c in patches},
+        "interruptions": {kind: {"tried": tried, "left": left} for kind, (tried, left) in interruptions.items()},
+    }
+
+
 def documented() -> dict[tuple[str, str, str], str]:
     """Outcomes in docs/state.md, by kind, wrapper and order."""
     lines = [line for line in FILE.read_text().splitlines() if line.startswith("|")]
@@ -407,4 +418,6 @@ if __name__ == "__main__":
         results = list(trials(kind))
         left[kind] = (len(results), sum(bool(what) for _, what in results))
         print(kind, left[kind], flush=True)
-    FILE.write_text(page(ran, [patch_row(patch_id) for patch_id in registry.entries()], left))
+    rows = [patch_row(patch_id) for patch_id in registry.entries()]
+    FILE.write_text(page(ran, rows, left))
+    DATA.write_text(json.dumps(figures(ran, rows, left), indent=1) + "\n")

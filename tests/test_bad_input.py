@@ -286,6 +286,12 @@ def test_odd_arguments_get_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch
 def gets_a_sentence(name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
+    _, wrong = tried(name, values)
+    assert not wrong, "\n".join(wrong)
+
+
+def tried(name: str, values: dict[str, Any]) -> tuple[int, list[str]]:
+    """Call a function with each value for each argument. Returns the number of calls, and what was wrong."""
     function, usual, arguments = FUNCTIONS[name]
     wrong: list[str] = []
     for argument in arguments:
@@ -305,7 +311,7 @@ def gets_a_sentence(name: str, values: dict[str, Any], monkeypatch: pytest.Monke
     hfpatch.revert(model())
     for patch_id in registry.by_hand():
         hfpatch.unregister(patch_id)
-    assert not wrong, "\n".join(wrong)
+    return len(arguments) * len(values), wrong
 
 
 def test_every_public_function_is_in_the_table() -> None:

@@ -312,6 +312,7 @@ def test_an_ordinary_file_is_read_whole_and_no_larger_one(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to(file)
     assert read_ordinary(file, 5) == read_ordinary(tmp_path / "link", 5) == b"12345"
     assert read_ordinary(file, 3, beginning=True) == b"123"
+    assert read_ordinary(file, 2**70) == read_ordinary(file, 2**62, beginning=True) == b"12345"
     with pytest.raises(InputError, match="it has 5 bytes, and at most 4 are read"):
         read_ordinary(file, 4)
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Models that no machine here holds, on meta, and checkpoints of 1,000 shards: calls and bytes are counted."""
+"""Models that no machine here holds, on meta; 1,000 shards; thousands of tensors: calls and bytes are counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 
 import hfpatch
 from hfpatch.model.source import build_on_meta
+from hfpatch.scanning.layout import total_bytes
 
 ROOT = Path(__file__).parent.parent
 STREAM = "fp16-residual-overflow"
@@ -157,3 +159,110 @@ def test_a_scan_of_a_thousand_shards_holds_one_at_a_time(tmp_path: Path) -> None
     shards(tmp_path / "large", 1000, 2**16)
     assert peak(tmp_path / "large", "held = [p.read_bytes() for p in folder.iterdir()]") > 100  # it would be seen
     assert peak(tmp_path / "large", "assert hfpatch.scan(folder, processes=1).files == 1000") < 25
+
+
+def tensors(folder: Path, count: int, files: int) -> Path:
+    """A llama of 2 layers whose files hold many tensors of 4 values, of which it has none."""
+    from safetensors.torch import save
+
+    folder.mkdir()
+    LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=8,
+                architectures=["LlamaForCausalLM"]).save_pretrained(folder)  # fmt: skip
+    one = torch.ones(4, dtype=torch.float16)
+    where: dict[str, str] = {}
+    for at in range(files):
+        held = {f"model.layers.{i // 9}.part.{i % 9}.weight": one.clone() for i in range(at, count, files)}
+        name = f"model-{at + 1:05}-of-{files:05}.safetensors" if files > 1 else "model.safetensors"
+        (folder / name).write_bytes(save(held))
+        where |= dict.fromkeys(held, name)
+    if files > 1:
+        index = {"metadata": {"total_size": count * 8}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def adapter(folder: Path, layers: int) -> Path:
+    """A LoRA adapter of so many layers, whose keys lack the beginning that PEFT gives them."""
+    from safetensors.torch import save
+
+    folder.mkdir()
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    halves = {"A": torch.ones(2, 8), "B": torch.zeros(8, 2)}
+    held = {
+        f"model.layers.{layer}.self_attn.{name}_proj.lora_{half}.weight": values.clone()
+        for layer in range(layers)
+        for name in "qv"
+        for half, values in halves.items()
+    }
+    (folder / "adapter_model.safetensors").write_bytes(save(held))
+    return folder
+
+
+def shallow() -> Any:
+    return LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [1, 20])
+def test_the_work_grows_as_the_number_of_tensors(files: int, tmp_path: Path) -> None:
+    """Four times the tensors: at most five times the calls of a scan, and not one more of a look at the config."""
+    grown: dict[str, list[int]] = {"scan": [], "inspect": []}
+    for count in (2000, 8000):
+        place = tensors(tmp_path / str(count), count, files)
+        assert not hfpatch.scan(place)
+        hfpatch.inspect(str(place))
+        grown["scan"].append(calls(lambda p=place: hfpatch.scan(p)))
+        grown["inspect"].append(calls(lambda p=place: hfpatch.inspect(str(p))))
+    few, many = grown["scan"]
+    assert 2 * few < many < 5 * few
+    assert abs(grown["inspect"][1] - grown["inspect"][0]) < 0.02 * grown["inspect"][0]
+
+
+@pytest.mark.slow
+def test_the_work_grows_as_the_tensors_of_an_adapter(tmp_path: Path) -> None:
+    """Under other names: so the renaming is looked for too, and tried."""
+    grown: list[int] = []
+    for layers in (200, 800):
+        place = adapter(tmp_path / str(layers), layers)
+        renamed = [f for f in hfpatch.scan(place, model=shallow()).findings if f.kind == "renaming"]
+        assert renamed[0].figures == {"landed": 8}
+        grown.append(calls(lambda p=place: hfpatch.scan(p, model=shallow())))
+    assert grown[0] < grown[1] < 5 * grown[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["one file", "20 shards", "an adapter"])
+def test_signs_of_progress_come_often(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 tensors at most half a second of the processor apart: a tenth of five seconds for 200,000."""
+    from hfpatch.scanning import adapter as adapters
+
+    last, longest, signs = 0.0, 0.0, 0
+
+    def tick(_: object) -> None:
+        nonlocal last, longest, signs
+        now = time.process_time()
+        longest, last, signs = max(longest, now - last), now, signs + 1
+
+    def patience(_: str, *, every: float) -> Callable[[str], None]:
+        assert every <= 2
+        return tick
+
+    monkeypatch.setattr(adapters, "patience", patience)
+    if what == "an adapter":
+        place, model = adapter(tmp_path / "a", 5000), shallow()
+        hfpatch.scan(adapter(tmp_path / "small", 2), model=model)  # imports
+    else:
+        place, model = tensors(tmp_path / "t", 20_000, 1 if what == "one file" else 20), None
+    last, longest = time.process_time(), 0.0
+    hfpatch.scan(place, model=model, progress=tick)
+    tick("the end")
+    assert longest < 0.5
+    assert signs > 5
+
+
+def test_progress_reaches_the_size_of_the_files(tmp_path: Path) -> None:
+    place = tensors(tmp_path / "t", 60, 3)
+    told: list[int] = []
+    hfpatch.scan(place, progress=told.append)
+    assert sum(told) == total_bytes(place)

@@ -265,6 +265,10 @@ def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes, words: str)
         (b'{"' + b"x" * 5000 + b'":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', 0, "a name of 5,002"),
         (b'{"__metadata__":{"a":1}}', 0, "not a JSON object"),
         (b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', 0, "not a JSON object"),
+        (b'{"x":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', 4, "no dtype, shape"),
+        (b'{"x":{"dtype":"F32","shape":[1,],"data_offsets":[0,4]}}', 4, "no dtype, shape"),
+        (b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,04]}}', 4, "no dtype, shape"),
+        (b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4],}}', 4, "no dtype, shape"),
         (b'{"x', 0, "not a JSON object"),
         (b"{} x", 0, "not a JSON object"),
         (b"[]", 0, "not a JSON object"),
@@ -601,7 +605,7 @@ def test_processes_agree_and_memory_does_not_grow(tmp_path: Path) -> None:
     assert one == two
     report, told = json.loads(two)
     assert report["findings"][0]["figures"] == {"count": 2}
-    assert told == 3 * 2**29
+    assert told == file.stat().st_size
     assert int(worker) > 0, "no worker ran"
     assert int(alone) < 200
     assert int(mine) + 2 * int(worker) < 400
@@ -639,7 +643,8 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, monkeypatch: pytest.Monk
     processes = started(monkeypatch)
 
     def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
+        if processes:  # after the header, which this process reads
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         hfpatch.scan(big(tmp_path, 2**30), processes=2, progress=interrupt)
@@ -657,7 +662,7 @@ def test_workers_end_when_the_caller_is_killed(tmp_path: Path) -> None:
             process = popen(*words, **more); pids.append(process.pid); return process
         subprocess.Popen = kept
         def die(_):
-            print(*pids, flush=True); os.kill(os.getpid(), signal.SIGKILL)
+            if pids: print(*pids, flush=True); os.kill(os.getpid(), signal.SIGKILL)
         hfpatch.scan(sys.argv[1], processes=2, progress=die)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(big(tmp_path, 2**30))]

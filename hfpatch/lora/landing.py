@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -49,22 +50,26 @@ class Landing:
     renamed: int = 0
 
 
-def landing(build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Landing:
+def landing(
+    build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape], tick: Callable[[str], None]
+) -> Landing:
     """Return what becomes of an adapter's tensors in a model.
 
     Args:
         build: Makes the model on meta, without adapters; called twice if keys do not land.
         config: The content of adapter_config.json.
         shapes: The shape of each tensor in the file.
+        tick: Called with what is done next.
 
     Raises:
         InputError: PEFT has no adapter of that type, or cannot put it into this model.
     """
-    found = _tried(build, config, shapes)
+    found = _tried(build, config, shapes, tick)
     if not found.unknown or not found.missing:
         return found
+    tick("looking for other names")
     beginnings = _beginnings(found.unknown, found.missing)
-    again = _tried(build, config, {_renamed(key, beginnings): shape for key, shape in shapes.items()})
+    again = _tried(build, config, {_renamed(key, beginnings): shape for key, shape in shapes.items()}, tick)
     if again.landed <= found.landed:
         return found
     renaming = {old: new for old, new in beginnings.items() if old != new}
@@ -73,17 +78,20 @@ def landing(build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape]
 
 
 def _renamed(key: str, beginnings: Mapping[str, str]) -> str:
-    """Return a key with its beginning replaced, and with PEFT's names for the halves."""
-    plain = _plain(key)
-    for old, new in beginnings.items():
-        if not old or plain.startswith(f"{old}."):
-            return ".".join(part for part in (new, plain.removeprefix(old).removeprefix(".")) if part)
-    return plain
+    """Return a key with its longest beginning that is known replaced, and with PEFT's names for the halves."""
+    names = _plain(key).split(".")
+    for end in range(len(names) - 1, -1, -1):
+        if (new := beginnings.get(".".join(names[:end]))) is not None:
+            return ".".join([new, *names[end:]] if new else names[end:])
+    return ".".join(names)
 
 
-def _tried(build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Landing:
+def _tried(
+    build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape], tick: Callable[[str], None]
+) -> Landing:
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
+    tick("building the model")
     model = build()
     own = {id(p) for p in model.parameters()}
     values = {**config, "inference_mode": True}
@@ -92,8 +100,10 @@ def _tried(build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            tick("putting the adapter into it")
             made: Any = PeftConfig.from_peft_type(**values)
             peft: Any = get_peft_model(model, made, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+            tick(f"loading {len(shapes):,} tensors into it")
             state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
             wanted = {n: tuple(p.shape) for n, p in peft.named_parameters() if id(p) not in own}
             loaded: Any = set_peft_model_state_dict(
@@ -102,6 +112,7 @@ def _tried(build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape])
         except REJECTIONS as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"PEFT cannot put this adapter into {type(model).__name__}: {first}") from error
+    tick("looking which of them landed")
     missing = [n for n in loaded.missing_keys if n in wanted]
     foreign = [key for key in shapes if not _OTHERS.keys().isdisjoint(key.split("."))]  # PEFT drops them in silence
     given = {_plain(key): shape for key, shape in shapes.items()}
@@ -117,6 +128,8 @@ def _tried(build: Build, config: Mapping[str, Any], shapes: Mapping[str, Shape])
 
 def _plain(key: str) -> str:
     """Return a key as PEFT saves it: without the adapter's name, and with PEFT's names for the halves."""
+    if ADAPTER not in key and not any(other in key for other in _OTHERS):
+        return key
     names = [_OTHERS.get(name, name) for name in key.split(".")]
     for i, name in enumerate(names):
         if name.startswith("lora_") and names[i + 1 : i + 2] == [ADAPTER]:
@@ -126,27 +139,28 @@ def _plain(key: str) -> str:
 
 
 def _beginnings(unknown: tuple[str, ...], missing: tuple[str, ...]) -> dict[str, str]:
-    """Return beginnings of unknown keys -> beginnings of missing parameters, where the ends tell which is which."""
-    ends: dict[str, list[list[str]]] = {}
-    for name in map(_plain, missing):
-        ends.setdefault(".".join(name.split(".")[-LEAST:]), []).append(name.split("."))
+    """Return beginnings of unknown keys -> beginnings of missing parameters, where the ends tell which is which.
+
+    Sorted by their names from the end, parameters that share most with a key lie beside its place.
+    """
+    ends = sorted(_plain(name).split(".")[::-1] for name in missing)
     votes: dict[str, Counter[str]] = {}
     for key in unknown:
-        names = _plain(key).split(".")
-        candidates = ends.get(".".join(names[-LEAST:]), [])
-        shared = [(_shared(names, other), other) for other in candidates]
-        longest = max((n for n, _ in shared), default=0)
-        best = [other for n, other in shared if n == longest]
-        if len(best) == 1:
-            old, new = (".".join(each[: len(each) - longest]) for each in (names, best[0]))
+        names = _plain(key).split(".")[::-1]
+        place = bisect_left(ends, names)
+        beside = [(_shared(names, other), other) for other in ends[max(0, place - 2) : place + 2]]
+        longest = max((n for n, _ in beside), default=0)
+        best = [other for n, other in beside if n == longest]
+        if longest >= LEAST and len(best) == 1:
+            old, new = (".".join(reversed(each[longest:])) for each in (names, best[0]))
             votes.setdefault(old, Counter())[new] += 1
     return {old: votes[old].most_common(1)[0][0] for old in sorted(votes, key=len, reverse=True)}
 
 
 def _shared(one: list[str], other: list[str]) -> int:
-    """Return the number of names at the end that two keys share."""
+    """Return the number of names that two lists share at their beginning."""
     count = 0
-    for a, b in zip(reversed(one), reversed(other), strict=False):
+    for a, b in zip(one, other, strict=False):
         if a != b:
             break
         count += 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import InputError
+from hfpatch.report.progress import patience
 from hfpatch.scanning.header import read_header
 from hfpatch.scanning.result import Found
 from hfpatch.untrusted.adapter_config import CONFIG, WEIGHTS, read_adapter_config
@@ -37,12 +38,14 @@ def adapter_findings(folder: Path, model: object) -> tuple[list[Found], list[Fou
     from hfpatch.lora.landing import landing
 
     config, build = _config(folder), _builder(model)
+    tick = patience("scan, the adapter", every=2.0)
     try:
         tensors = read_header(folder / WEIGHTS)
     except InputError as error:
         return [Found("broken file", WEIGHTS, "", str(error))], []
+    tick(f"reading the shapes of {len(tensors):,} tensors")
     try:
-        found = landing(build, config, _shapes(folder / WEIGHTS, [t.name for t in tensors]))
+        found = landing(build, config, _shapes(folder / WEIGHTS, [t.name for t in tensors]), tick)
     except InputError as error:
         return [Found("adapter does not fit", WEIGHTS, "", str(error))], []
     return _findings(found), [_note(found)]

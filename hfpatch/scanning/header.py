@@ -33,6 +33,10 @@ _ESCAPE = (  # a high surrogate only before a low one
     rb"|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
 )
 _STRETCH = re.compile(rb"[^\"\\\x00-\x1f]*+(?:" + _ESCAPE + rb"[^\"\\\x00-\x1f]*+){0,1000}+")
+_COUNT = rb"(?:0|[1-9]\d{0,17})"
+_WRITTEN = re.compile(  # an entry as the safetensors library writes it
+    rb'\{"dtype":"([A-Z0-9_]+)","shape":\[((?:%b(?:,%b){0,15})?)\],"data_offsets":\[(%b),(%b)\]\}' % ((_COUNT,) * 4)
+)
 _NOT_JSON = "its header is not a JSON object of tensors, so it is not a safetensors file; name another file"
 
 
@@ -131,11 +135,8 @@ def _tensors(raw: bytes, base: int) -> Iterator[Tensor]:
         if name == "__metadata__":
             walk.place = _after_metadata(raw, place)
         else:
-            end = raw.find(b"}", place, place + ENTRY) + 1
-            if not end:
-                raise InputError(f"its header says of {brief(name)} no dtype, shape and data_offsets")
-            yield _tensor(name, raw[place:end], base)
-            walk.place = end
+            tensor, walk.place = _tensor(name, raw, place, base)
+            yield tensor
     if _blank(raw, walk.place) != len(raw):
         raise InputError(_NOT_JSON)
 
@@ -156,7 +157,8 @@ class _Members:
             end = _after_string(raw, start)
             if end - start > ENTRY:
                 raise InputError(f"its header holds a name of {end - start:,} bytes")
-            name = json.loads(raw[start:end])
+            text = raw[start + 1 : end - 1]
+            name = json.loads(raw[start:end]) if b"\\" in text else text.decode()
             yield name, _expect(raw, end, b":")
             start = _blank(raw, self.place)
             if raw[start : start + 1] == b"}":
@@ -173,6 +175,8 @@ def _after_metadata(raw: bytes, place: int) -> int:
 
 
 def _blank(raw: bytes, place: int) -> int:
+    if raw[place : place + 1] > b" ":
+        return place
     match = _BLANK.match(raw, place)
     return match.end() if match else place
 
@@ -198,7 +202,34 @@ def _after_string(raw: bytes, place: int) -> int:
     raise InputError(_NOT_JSON)
 
 
-def _tensor(name: str, text: bytes, base: int) -> Tensor:
+def _tensor(name: str, raw: bytes, place: int, base: int) -> tuple[Tensor, int]:
+    """Return the tensor that an entry of the header describes, and the place after the entry."""
+    if written := _WRITTEN.match(raw, place, place + ENTRY):
+        kind, counts, *ends = written.groups()
+        dtype, shape, offsets = kind.decode(), [int(n) for n in counts.split(b",") if n], [int(n) for n in ends]
+        end = written.end()
+    else:
+        dtype, shape, offsets, end = _unusual(name, raw, place)
+    if dtype not in BITS:
+        raise InputError(f"{brief(name)} has the dtype {brief(dtype)}, which the format does not have")
+    size = 1
+    for count in shape:
+        size *= count
+        if size * BITS[dtype] >= 2**63:
+            raise InputError(f"its header is wrong: {brief(name)} would have more elements than fit in memory")
+    start, stop = offsets
+    if (stop - start) * 8 != size * BITS[dtype]:
+        raise InputError(
+            f"its header is wrong: {brief(name)}, {dtype} {brief(str(shape))}, needs {size * BITS[dtype] / 8:,.0f} "
+            f"bytes, but its data_offsets span {stop - start:,}"
+        )
+    return Tensor(name, dtype, size, base + start, base + stop), end
+
+
+def _unusual(name: str, raw: bytes, place: int) -> tuple[str, list[int], list[int], int]:
+    """Return dtype, shape and offsets of an entry that JSON allows, and the place after it."""
+    end = raw.find(b"}", place, place + ENTRY) + 1
+    text = raw[place:end]
     try:
         entry: Any = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -206,23 +237,12 @@ def _tensor(name: str, text: bytes, base: int) -> Tensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise InputError(f"its header says of {brief(name)} no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
+    if not isinstance(dtype, str):
         raise InputError(f"{brief(name)} has the dtype {brief(str(dtype))}, which the format does not have")
     counts = isinstance(shape, list) and isinstance(offsets, list) and all(type(n) is int for n in shape + offsets)
     if not counts or len(offsets) != 2 or b"-" in text or max(shape + offsets) >= 2**63:
         raise InputError(f"{brief(name)} has a shape or data_offsets that are not counts")
-    size = 1
-    for count in shape:
-        size *= count
-        if size * BITS[dtype] >= 2**63:
-            raise InputError(f"its header is wrong: {brief(name)} would have more elements than fit in memory")
-    start, end = offsets
-    if (end - start) * 8 != size * BITS[dtype]:
-        raise InputError(
-            f"its header is wrong: {brief(name)}, {dtype} {brief(str(shape))}, needs {size * BITS[dtype] / 8:,.0f} "
-            f"bytes, but its data_offsets span {end - start:,}"
-        )
-    return Tensor(name, dtype, size, base + start, base + end)
+    return dtype, shape, offsets, end
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

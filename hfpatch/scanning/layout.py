@@ -158,7 +158,9 @@ def _read_index(file: Path) -> Index:
     where: Any = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
         raise InputError("it is not an index: want a weight_map from tensors to file names")
-    outside = next((s for s in where.values() if Path(s).name != s or "\\" in s or not s.endswith(SUFFIX)), None)
+    outside = next(
+        (s for s in dict.fromkeys(where.values()) if Path(s).name != s or "\\" in s or not s.endswith(SUFFIX)), None
+    )
     if outside is not None:
         raise InputError(f"it names {brief(outside)}, which is not a safetensors file beside it and is not opened")
     metadata: Any = raw.get("metadata")

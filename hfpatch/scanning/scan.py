@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LOT = 2**25
 """Largest number of bytes in a lot: one large piece of a tensor, or many small tensors."""
 
+PIECES = 4096
+"""Largest number of pieces in a lot, after which the caller hears of it: some 0.1 s of tiny tensors."""
+
 SMALL = 2**32
 """Bytes below which other processes do not pay: they take a quarter of a second to start."""
 
@@ -60,7 +63,8 @@ def scan(
             for which torch is imported.
         processes: Number of processes that read; with 1 it is this process. Default: 1 below 4 GiB, else one per core,
             at most 4.
-        progress: Called with the number of bytes read since the last call.
+        progress: Called with the number of bytes read since the last call: after each header, and after at most 32 MiB
+            or 4,096 tensors.
 
     Returns:
         The report.
@@ -82,7 +86,7 @@ def scan(
     noted = [Found("not scanned", f"{name}/", "", "holds more weights; scan it separately") for name in left_out]
     work: list[tuple[str, Path, Sequence[Tensor]]] = []
     for folder in folders:
-        held, broken = _headers(folder)
+        held, broken = _headers(folder, progress)
         found += [_labelled(f, folder) for f in (*broken, *shards.findings(folder, held))]
         noted += [_labelled(f, folder) for f in shards.notes(folder, held)]
         work += [(folder.label + name, folder.files[name], tensors) for name, tensors in held.items()]
@@ -97,7 +101,7 @@ def scan(
     return ScanReport(str(root), files, tuple(found), (*fits, *sorted_notes(noted)), census)
 
 
-def _headers(folder: Folder) -> tuple[dict[str, list[Tensor]], list[Found]]:
+def _headers(folder: Folder, progress: Callable[[int], None] | None) -> tuple[dict[str, list[Tensor]], list[Found]]:
     held: dict[str, list[Tensor]] = {}
     broken: list[Found] = []
     for name, file in folder.files.items():
@@ -105,6 +109,9 @@ def _headers(folder: Folder) -> tuple[dict[str, list[Tensor]], list[Found]]:
             held[name] = read_header(file)
         except InputError as error:
             broken.append(Found("broken file", name, "", str(error)))
+        else:
+            if progress is not None and held[name]:
+                progress(held[name][0].start)
     return held, broken
 
 
@@ -172,7 +179,7 @@ def _lots(tensors: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Piece]]]:
     for tensor in tensors:
         for start in range(tensor.start, tensor.end, LOT):
             piece = Piece(tensor.dtype, start, min(start + LOT, tensor.end))
-            if lot and size + piece.end - piece.start > LOT:
+            if lot and (size + piece.end - piece.start > LOT or len(lot) == PIECES):
                 yield lot
                 lot, size = [], 0
             lot.append((tensor, piece))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hfpatch.scanning.formats import FORMATS, WIDER, Format
 
 CHUNK = 2**20
 """Bytes measured at a time: a second pass finds them in the processor's cache."""
+
+_SIGNED = {bits: f"<i{bits // 8}" for bits in (8, 16, 32, 64)}
 
 SAMPLE = 4096
 """Elements of a piece, spread over it, from which RMS and share of small values are computed."""
@@ -115,8 +118,7 @@ def _chunk(form: Format, bits: Any, limit: int, found: Values) -> int:
     Read as signed integers, the largest is the largest positive number; read as unsigned ones, the largest is the
     negative number with the largest magnitude. So two passes find the extremes without a copy.
     """
-    signed = bits.view(bits.dtype.str.replace("u", "i"))
-    positive, negative = int(signed.max()), int(bits.max())
+    positive, negative = int(np.maximum.reduce(bits.view(_SIGNED[form.bits]))), int(np.maximum.reduce(bits))
     top = max(positive, negative - form.sign, 0)
     if form.unsigned_zero and negative >= form.sign:
         found.nan += int(np.count_nonzero(bits == form.sign))
@@ -140,23 +142,31 @@ def _sample(form: Format, bits: Any, found: Values, *, small: bool) -> None:
     while gcd(step, len(bits)) > 1 and step > 1:  # else the sample may lie in a few columns only
         step += 2
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # signalling NaN are invalid
-        numbers = np.abs(_numbers(form, bits[::step]))
-        numbers = numbers[np.isfinite(numbers)]
-        found.squares = float(np.square(numbers).sum())
+        numbers = _numbers(form, bits[::step])
+        if found.nan or found.posinf or found.neginf:
+            numbers = numbers[np.isfinite(numbers)]
+        found.squares = float(numbers.dot(numbers))
     found.sampled = len(numbers)
-    found.tiny = int(np.count_nonzero((numbers > 0) & (numbers <= TINY))) if small else 0
+    if small:
+        found.tiny = int(np.count_nonzero(np.abs(numbers) <= TINY)) - int(np.count_nonzero(numbers == 0))
 
 
 def _numbers(form: Format, bits: Any) -> Any:
     """Return the numbers of bits as float64; in 8-bit formats infinities become NaN."""
     if form.bits == 8:
-        magnitudes = [form.value(m) if m <= form.finite else np.nan for m in range(128)]
-        return np.array(magnitudes * 2)[bits]
+        return _magnitudes(form)[bits]
     if (form.bits, form.mantissa) == (16, 7):
         return (bits.astype("<u4") << 16).view("<f4").astype("f8")
     return np.ascontiguousarray(bits).view(f"<f{form.bits // 8}").astype("f8")
 
 
+@cache
+def _magnitudes(form: Format) -> Any:
+    """Return the magnitude of each value of an 8-bit format; NaN for what is not finite."""
+    return np.array([form.value(m) if m <= form.finite else np.nan for m in range(128)] * 2)
+
+
+@cache
 def _most(form: Format, number: float) -> int:
     """Return the bits of the largest magnitude that is not above a number."""
     low, high = 0, form.finite

@@ -18,6 +18,8 @@ VALUES = 2**21
 """Largest number of values in a JSON file. One costs up to 250 bytes in memory, and two in the file."""
 DEEPEST = 100
 """Deepest nesting of a JSON file."""
+UNSAID = 2**20
+"""Bytes that are looked for in a file that states no size, as those of /proc do."""
 DATA = 128 * 2**20
 """Largest size in bytes of a file beside the weights; the largest tokenizers have some 35 MB."""
 READ_WHOLE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab")
@@ -44,7 +46,8 @@ def read_ordinary(path: str | Path, most: int, *, beginning: bool = False) -> by
             _check_kind(held)  # it may have been replaced since
             if held.st_size > most and not beginning:
                 raise InputError(f"it has {held.st_size:,} bytes, and at most {most:,} are read")
-            raw = file.read(most if beginning else most + 1)
+            size = min(most, max(held.st_size, UNSAID))  # as much memory is taken at once
+            raw = file.read(size if beginning else size + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, error.strerror, str(path)) from error
     except OSError as error:
@@ -53,8 +56,8 @@ def read_ordinary(path: str | Path, most: int, *, beginning: bool = False) -> by
         if isinstance(error, InputError):
             raise
         raise InputError(f"its name cannot be one of a file ({error})") from error
-    if len(raw) > most:
-        raise InputError(f"it has more than {most:,} bytes")
+    if len(raw) > size:
+        raise InputError(f"it has more than {most:,} bytes" if size == most else "it grew while it was read")
     return raw
 
 

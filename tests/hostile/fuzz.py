@@ -1,12 +1,14 @@
 """Mutations of the files that hfpatch reads: each is taken, or refused with one sentence, soon and in little memory.
 
 `python -m tests.hostile.fuzz --count 10000` prints the counts as JSON; `--markdown` writes them as a table. The seed is
-the kind and the number of a mutation, so a case can be made again: `--kind configs --first 4711 --count 1`.
+the kind and the number of a mutation, so a case can be made again: `--kind configs --first 4711 --count 1`. With
+`--kind`, a file of counts keeps those of the other kinds.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import resource
 import shutil
@@ -18,9 +20,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -41,18 +42,26 @@ from hfpatch.guarding.guard import Guard
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.source import build_on_meta, load_config
 from hfpatch.model.survey import Survey
+from hfpatch.patching.apply import apply
+from hfpatch.patching.manifest import file as manifests
+from hfpatch.patching.status import status
+from hfpatch.patching.undo import revert
 from hfpatch.patching.verifying.kept_need import FILE as MEASURED
 from hfpatch.patching.verifying.kept_need import keep_need, kept_need
+from hfpatch.patching.verifying.sealed import sealed
 from hfpatch.scanning.scan import scan
 from hfpatch.tracing.checkpoint import load_model
 from hfpatch.untrusted.adapter_config import read_adapter_config
 from tests.hostile import doors, mutate, traps
+from tests.interrupts import speech
 
 SECONDS = 10
 """Limit of a case; more is a hang."""
 MOST = 2**30
 """Bytes of memory that a case may add."""
 SHOWN = 10
+PART = 2_500
+"""Mutations of a kind that one process reads, one after the other."""
 
 
 class HangError(BaseException):
@@ -72,6 +81,12 @@ class Counts:
     code_run: int = 0
     seconds: float = 0.0
     failed: list[str] = field(default_factory=list[str])
+
+    def add(self, other: Counts) -> None:
+        """Add the counts of other mutations of the same kind of file."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.seconds, self.failed = round(self.seconds, 1), self.failed[:SHOWN]
 
 
 @cache
@@ -222,6 +237,58 @@ def measurement(_: Path, chance: Random) -> None:
         raise AssertionError(f"more than a sentence: {said!r}")
 
 
+CHANGES = (
+    "SetTensor", "SetAttribute", "SetBuffer", "ComputeInFloat32", "AddTargets", "weight", "eps", "self", "__class__",
+    "../../x", "nowhere", "weights", "trained", "equivalent", "language_model", "float16", "cpu", 1e308, 2**70,
+)  # fmt: skip
+"""Kinds of change, names and places that a manifest may say."""
+
+
+@cache
+def manifested() -> tuple[Any, Path, dict[str, torch.Tensor]]:
+    """A tiny composite, a folder with a manifest of edits and of a tensor for it, and its values."""
+    model: Any = speech()
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    folder = Path(tempfile.mkdtemp(prefix="hfpatch-fuzz-"))
+    apply(model, include=["projection-init", "fp32-lm-head"], verbose=False).save(folder)
+    revert(model)
+    return model, folder, held
+
+
+def manifest(place: Path, chance: Random) -> None:
+    """A manifest that is mutated, its tensors, or both; often with the digests that somebody who lies would write."""
+    model, made, held = manifested()
+    shutil.copytree(made, place, dirs_exist_ok=True)
+    said = json.loads((made / manifests.FILE).read_bytes())
+    content, (tensors,) = said["manifest"], (place / manifests.TENSORS).iterdir()
+    raw = None
+    if chance.random() < 0.2:
+        raw = mutate.bytes_of(tensors.read_bytes(), chance)
+        tensors.write_bytes(raw)
+        content["tensors"] |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    elif chance.random() < 0.6:  # what the types do not tell
+        part = chance.choice(("patches", "patches", "patches", "weights", "bodies", "attention", "computed", "tensors"))
+        content[part] = mutate.like_of(content[part], CHANGES, chance) if content[part] else content[part]
+    elif chance.random() < 0.5:
+        at = chance.randrange(len(content["patches"]))
+        content["patches"][at] = mutate.value_of(content["patches"][at], chance)
+    else:
+        content = mutate.value_of(content, chance)
+    text = sealed(content, manifests.SCHEMA, "manifest").encode()
+    (place / manifests.FILE).write_bytes(mutate.bytes_of(text, chance) if chance.random() < 0.2 else text)
+    try:
+        found = manifests.read(place)
+        str(found), json.dumps(found.to_dict() if found else None)
+        apply(model, manifest=place, verbose=False)
+    finally:
+        revert(model)
+        after = model.state_dict()
+        if after.keys() != held.keys() or not all(value.equal(held[name]) for name, value in after.items()):
+            raise AssertionError("the model is not what it was")
+        if status(model).edits:
+            raise AssertionError("an edit stayed")
+
+
 KINDS: dict[str, Callable[[Path, Random], object]] = {
     "configs": config,
     "safetensors headers": header,
@@ -230,6 +297,7 @@ KINDS: dict[str, Callable[[Path, Random], object]] = {
     "training arguments": args,
     "adapter configs": adapter,
     "kept measurements": measurement,
+    "manifests": manifest,
 }
 """Kind of file -> write a mutation of one into a folder, and read it; it may raise an `HfpatchError` of one sentence.
 
@@ -238,7 +306,7 @@ A kind of file that comes to be read is a line here."""
 
 def run(kind: str, count: int, first: int = 0) -> Counts:
     """Read so many mutations of a kind of file, and return what became of them."""
-    for made in (models, weights, saved, trained, measured):
+    for made in (models, weights, saved, trained, measured, manifested):
         made()
     found, began = Counts(), time.perf_counter()
     was = signal.signal(signal.SIGALRM, _end)
@@ -304,6 +372,26 @@ def _peak(*, again: bool = False) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def releases() -> str:
+    """Return what reads the files, beside hfpatch."""
+    return f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+
+
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts of a file with those of the kinds that were run anew, of the same releases."""
+    if before["releases"] != now["releases"]:
+        raise SystemExit(f"the file has counts of {before['releases']}, these are of {now['releases']}: run all kinds")
+    kinds = before["kinds"] | now["kinds"]
+    return {"releases": now["releases"], "kinds": {kind: kinds[kind] for kind in KINDS if kind in kinds}}
+
+
+def page(facts: dict[str, Any]) -> str:
+    """Return the page of the counts, in Markdown."""
+    head = f"`make fuzz`: mutations of every kind of file that hfpatch reads ({facts['releases']})."
+    found = {kind: Counts(**counts) for kind, counts in facts["kinds"].items()}
+    return f"# Files that lie\n\n{head}\n\n{table(found)}\n"
+
+
 def table(found: dict[str, Counts]) -> str:
     """Return the counts as a table in Markdown."""
     keys = ("mutations", "refused", "taken", "tracebacks", "hangs", "memory_over_1_gb", "code_run", "seconds")
@@ -327,22 +415,25 @@ def main() -> None:
     words.add_argument("--count", type=int, default=10_000, help="mutations of each kind of file")
     words.add_argument("--kind", choices=[*KINDS], action="append", help="only this kind of file")
     words.add_argument("--first", type=int, default=0, help="the number of the first mutation")
-    words.add_argument("--processes", type=int, default=1, help="kinds of files at once")
+    words.add_argument("--processes", type=int, default=1, help="processes at once")
     words.add_argument("--json", type=Path, help="write the counts here")
     words.add_argument("--markdown", type=Path, help="write a table here")
     given = words.parse_args()
     kinds = given.kind or list(KINDS)
+    end = given.first + given.count
+    parts = [(kind, min(PART, end - at), at) for kind in kinds for at in range(given.first, end, PART)]
+    found = {kind: Counts() for kind in kinds}
     with ProcessPoolExecutor(given.processes, get_context("spawn"), prepare) as pool:
-        counts = pool.map(run, kinds, repeat(given.count), repeat(given.first))
-        found = dict(zip(kinds, counts, strict=True))
-    releases = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
-    text = json.dumps({"releases": releases, "kinds": {kind: asdict(c) for kind, c in found.items()}}, indent=1)
-    print(text)
+        for (kind, _, _), counts in zip(parts, pool.map(run, *zip(*parts, strict=True)), strict=True):
+            found[kind].add(counts)
+    facts = {"releases": releases(), "kinds": {kind: asdict(c) for kind, c in found.items()}}
+    print(json.dumps(facts, indent=1))
+    if given.kind and given.json and given.json.exists():
+        facts = merged(json.loads(given.json.read_text()), facts)
     if given.json:
-        given.json.write_text(text + "\n")
+        given.json.write_text(json.dumps(facts, indent=1) + "\n")
     if given.markdown:
-        head = f"# Files that lie\n\n`make fuzz`: mutations of every kind of file that hfpatch reads ({releases}).\n\n"
-        given.markdown.write_text(head + table(found) + "\n")
+        given.markdown.write_text(page(facts))
     bad = sum(c.tracebacks + c.hangs + c.memory_over_1_gb + c.code_run for c in found.values())
     sys.exit(bad > 0)
 

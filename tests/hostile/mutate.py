@@ -91,6 +91,19 @@ def _changed(value: Any, chance: Random) -> Any:
     return new
 
 
+def like_of(value: Any, words: tuple[Any, ...], chance: Random) -> Any:
+    """Return a JSON value of the same shape: a text, number or flag in it is another of its type, or one of words."""
+    new = copy.deepcopy(value)
+    leaves = [(holder, key) for holder, key in _places(new) if not isinstance(holder[key], (dict, list))]
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        holder, key = chance.choice(leaves)
+        pool = [other[at] for other, at in leaves] + [*words, *ODD]
+        alike = [each for each in pool if type(each) is type(holder[key]) and each != holder[key]]
+        if alike:
+            holder[key] = chance.choice(alike)
+    return new
+
+
 def json_of(value: Any, chance: Random) -> bytes:
     """Return the bytes of another JSON value, and now and then of something that is not quite JSON."""
     raw = json.dumps(value_of(value, chance)).encode()
