@@ -2,8 +2,11 @@
 
 `python -m tests.matrix` runs every cell and writes the table. A cell is *works* if the patched outputs and gradients
 are those of the patched model without a wrapper, status finds every edit in force before and after the backward pass,
-the state dict has no other names than without the patch, and a revert through the wrapper leaves neither a record nor a
-hook and the stock outputs; *refused* if hfpatch says why in a sentence and nothing was changed.
+the state dict has no other names than without the patch and gives a stock model the outputs that the plan says, and a
+revert through the wrapper leaves neither a record nor a hook and the stock outputs; *refused* if hfpatch says why in a
+sentence and nothing was changed; *untried* if the wrapper does not take that model without a patch either.
+
+What a cell runs is in `tests/cells.py`; rows that need steps of their own, or other packages, are in `tests/wrapped`.
 """
 
 from __future__ import annotations
@@ -24,45 +27,15 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.compat import hooks as tables
 from hfpatch.errors import HfpatchError
-from hfpatch.guarding.checks import clean_name
 from hfpatch.patching import registry
-from hfpatch.patching.record import records_of
 from hfpatch.patching.verifying.proving import repros
 from hfpatch.patching.verifying.trial import build
+from tests.cells import Outcome, call, through
 from tests.fingerprint import fingerprint
-from tests.guard_worker import whole
-from tests.interrupts import SUBJECTS, Subject, trials
+from tests.interrupts import SUBJECTS, trials
 from tests.lifecycle import gloo
-
-IDS = (torch.arange(16).reshape(2, 8) * 7 + 3) % 64
-
-
-def call(model: nn.Module) -> torch.Tensor:
-    """Logits without gradients, of features before the text where the model takes them."""
-    with torch.no_grad():
-        return logits(model)
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    inner: Any = model
-    while hasattr(inner, "module") or hasattr(inner, "_orig_mod"):
-        inner = inner.module if hasattr(inner, "module") else inner._orig_mod
-    inner = getattr(getattr(inner, "base_model", inner), "model", inner) if hasattr(inner, "peft_config") else inner
-    features = (
-        {"features": torch.linspace(-1, 1, 2 * 3 * 24).reshape(2, 3, 24)} if hasattr(inner, "speech_proj") else {}
-    )
-    return model(input_ids=IDS, **features).logits.float()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients of a step, by the end of the parameter's name that no wrapper changes; those that are there."""
-    model.zero_grad()
-    logits(model).square().mean().backward()
-    found = {clean_name(name): p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return {name.removeprefix("base_model.model."): whole(grad) for name, grad in found.items()}
+from tests.wrapped import ROWS
 
 
 def peft(model: Any, **words: Any) -> Any:
@@ -181,7 +154,7 @@ class Cell:
     wrapper: str
     order: str
     outcome: str
-    """`works`, `refused`, or `FAILS`."""
+    """`works`, `refused`, `untried` or `FAILS`."""
     text: str
 
 
@@ -190,7 +163,7 @@ def run(kind: str, wrapper: str, order: str) -> Cell:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome, text = _run(SUBJECTS[kind], wrapper, order)
+            outcome, text = _run(kind, wrapper, order)
     except HfpatchError as error:
         outcome, text = "refused", str(error)
     except AssertionError as error:
@@ -202,88 +175,17 @@ def run(kind: str, wrapper: str, order: str) -> Cell:
     return Cell(kind, wrapper, order, outcome, text)
 
 
-def _run(subject: Subject, wrapper: str, order: str) -> tuple[str, str]:
-    wrap = WRAPPERS[wrapper]
-    model = subject.make().eval()
-    plain = copy.deepcopy(model)
-    hfpatch.apply(plain, only=subject.patch, verbose=False)
-    wanted = call(plain)
-    unpatched = wrap(copy.deepcopy(model))
-    names, stock = list(unpatched.state_dict()), call(unpatched)
-    torch._dynamo.reset()
-    if order == "before":
-        wrapped = wrap(model)
-        fix = hfpatch.apply(wrapped, only=subject.patch, verbose=False)
-    else:
-        fix = hfpatch.apply(model, only=subject.patch, verbose=False)
-        wrapped = wrap(model)
-    assert fix.edits, "nothing was applied"
-    status = hfpatch.status(wrapped)
-    assert not status.lapsed, str(status)
-    if subject.patch in ADDS and wrapper == "PEFT, merged":
-        assert not status.edits, str(status)
-        assert torch.allclose(call(wrapped), wanted, rtol=1e-5, atol=1e-5), "merging changed the outputs"
-        return "works", "merged with the rest of its adapter, so nothing is left to revert"
-    applied = {d.patch for d in fix.plan.of("applied")}  # with those that it needs
-    assert subject.patch in applied == set(status.patches), str(status)
-    got = call(wrapped)
-    rounding = 5e-3 if wrapper in ROUNDS and next(model.parameters()).dtype != torch.float32 else 1e-5
-    off = f"outputs differ by {(got - wanted).abs().max():.1e}"
-    assert torch.allclose(got, wanted, rtol=rounding, atol=rounding), off
-    if subject.patch not in ADDS:
-        assert list(wrapped.state_dict()) == names, "the state dict has other names"
-    _same_gradients(wrapped, plain, {clean_name(name) for name, _ in unpatched.named_parameters()})
-    assert not hfpatch.status(wrapped).lapsed, "an edit is gone after a step"
-    try:
-        hfpatch.revert(wrapped)
-        if hfpatch.status(wrapped).edits:  # an obstacle, which is said
-            hfpatch.revert(fix.model)
-            stays = wrapped is fix.model
-            assert bool(hfpatch.status(wrapped).edits) is stays, "the revert left edits"
-            said = "not put back while it is wrapped, and says so" if stays else "put back on the model it holds"
-            return "works", said
-    except hfpatch.errors.RevertError as error:
-        assert "torch._dynamo.reset()" in str(error)
-        torch._dynamo.reset()
-        hfpatch.revert(wrapped)
-        return _ends(wrapped, stock, "revert asks for torch._dynamo.reset() first")
-    return _ends(wrapped, stock, "")
-
-
-ADDS = ("lora-target-expansion",)
-"""Patches that add parameters."""
-
-
-def _same_gradients(wrapped: nn.Module, plain: nn.Module, known: set[str]) -> None:
-    """Raise where a step through the wrapper gives a parameter that the patch did not add another gradient."""
-    if not any(p.requires_grad for p in wrapped.parameters()) or any(p.is_meta for p in wrapped.parameters()):
-        return  # weights that are fetched for each call cannot be trained
-    wanted, got = gradients(plain), gradients(wrapped)
-    known = {name.removeprefix("base_model.model.") for name in known}
-    for name, gradient in got.items():
-        if name in wanted and name in known:
-            scale = float(wanted[name].abs().max())
-            torch.testing.assert_close(gradient, wanted[name], rtol=2e-3, atol=2e-3 * scale, msg=f"gradient of {name}")
-    assert got, "no gradient"
-
-
-def _ends(wrapped: nn.Module, stock: torch.Tensor, text: str) -> tuple[str, str]:
-    torch._dynamo.reset()
-    for module in wrapped.modules():
-        assert not records_of(module), "a record stayed"
-        ours = [h for table in tables.tables(module) for h in table.values() if _ours(h)]
-        assert not ours, f"a hook stayed: {ours}"
-    assert torch.equal(call(wrapped), stock), "the stock outputs did not come back"
-    return "works", text
-
-
-def _ours(hook: object) -> bool:
-    return type(hook).__module__.startswith("hfpatch.patching")
+def _run(kind: str, wrapper: str, order: str) -> Outcome:
+    if wrapper in ROWS:
+        return ROWS[wrapper](kind, order)
+    rounding = 5e-3 if wrapper in ROUNDS else 1e-5
+    return through(SUBJECTS[kind], WRAPPERS[wrapper], order, rounding=rounding, merged=wrapper == "PEFT, merged")
 
 
 FILE = Path(__file__).parent.parent / "docs" / "state.md"
 DATA = FILE.with_suffix(".json")
-ALL = [(kind, wrapper, order) for kind in SUBJECTS for wrapper in WRAPPERS for order in ORDERS]
+NAMES = (*WRAPPERS, *ROWS)
+ALL = [(kind, wrapper, order) for kind in SUBJECTS for wrapper in NAMES for order in ORDERS]
 
 
 def patch_row(patch_id: str) -> Cell:
@@ -330,10 +232,10 @@ def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[
         f"| {wrapper if order == 'before' else ''} | {'wrap, apply' if order == 'before' else 'apply, wrap'} | "
         + " | ".join(shown(found[kind, wrapper, order]) for kind in kinds)
         + " |"
-        for wrapper in WRAPPERS
+        for wrapper in NAMES
         for order in ORDERS
     ]
-    counts = {word: sum(c.outcome == word for c in cells) for word in ("works", "refused", "FAILS")}
+    counts = {word: sum(c.outcome == word for c in cells) for word in ("works", "refused", "untried", "FAILS")}
     tried = sum(n for n, _ in interruptions.values())
     return "\n".join(
         [
@@ -341,10 +243,12 @@ def page(cells: list[Cell], patches: list[Cell], interruptions: dict[str, tuple[
             "",
             "Made by `python -m tests.matrix`, which runs every cell and every interruption. *works*: the outputs and",
             "the gradients of a step are those of the patched model without the wrapper, `status` finds every edit in",
-            "force, the state dict has the names of the stock model's, and a revert leaves no record, no hook and the",
-            "stock outputs. *refused*: an error with the reason, and nothing is changed.",
+            "force, the state dict has the names of the stock model's and gives a stock model the outputs that the",
+            "plan says, and a revert leaves no record, no hook and the stock outputs. *refused*: an error with the",
+            "reason, and nothing is changed. *untried*: the wrapper does not take this model, patched or not.",
             "",
-            f"{counts['works']} cells work, {counts['refused']} are refused, {counts['FAILS']} fail.",
+            f"{counts['works']} cells work, {counts['refused']} are refused, {counts['untried']} are untried, "
+            f"{counts['FAILS']} fail.",
             "",
             f"| wrapper | order | {' | '.join(kinds)} |",
             f"|---|---|{'---|' * len(kinds)}",
@@ -398,7 +302,7 @@ def documented() -> dict[tuple[str, str, str], str]:
     lines = [line for line in FILE.read_text().splitlines() if line.startswith("|")]
     kinds = [cell.strip() for cell in lines[0].strip("|").split("|")][2:]
     out: dict[tuple[str, str, str], str] = {}
-    for (wrapper, order), line in zip([(w, o) for w in WRAPPERS for o in ORDERS], lines[2:], strict=False):
+    for (wrapper, order), line in zip([(w, o) for w in NAMES for o in ORDERS], lines[2:], strict=False):
         cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
         out |= {(kind, wrapper, order): cell.split(" ")[0] for kind, cell in zip(kinds, cells, strict=True)}
     return out

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.errors import HfpatchError, InputError, NotAModelError
+from hfpatch.errors import HfpatchError, InputError, NotAModelError, RefusedError
 from hfpatch.lab.tiny import tiny_model
 from tests.sampling import slow
 
@@ -178,6 +178,24 @@ def test_what_is_no_module_yet_and_a_broken_trainer_are_named() -> None:
         hfpatch.apply(BrokenTrainer())
     with pytest.raises(NotAModelError, match=r"NotMade at 'odd'"):
         hfpatch.revert(Around(NotMade()))
+
+
+def test_a_traced_program_takes_no_patch_and_tells_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    program = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    said = "this Sequential is a program that torch.export or torch.fx made of a model"
+    for verb in (hfpatch.revert, hfpatch.status):
+        with pytest.raises(NotAModelError, match=said):
+            verb(program)
+    with pytest.raises(RefusedError, match=said):
+        hfpatch.apply(program, only="eps-alignment")
+    assert all(d.reason.startswith(said) for d in hfpatch.apply(program).plan.decisions)
+    assert f"hfpatch: refused: clone-embeds: {said}" in capsys.readouterr().err
+    assert hfpatch.inspect(program).parameters == 6
+
+
+def test_without_a_model_of_transformers_a_patch_says_so() -> None:
+    (decision,) = hfpatch.plan(nn.Sequential(nn.Linear(2, 2)), only="fp16-residual-overflow").decisions
+    assert decision.reason.startswith("there is no transformers model here; it supports ")
 
 
 def test_a_lazy_layer_counts_for_nothing_until_it_is_made() -> None:

@@ -291,6 +291,11 @@ class TestLeft:
         hfpatch.apply(model, only=ID, verbose=False)
         assert same(outputs(model, {"input_ids": IDS}), outputs(true, {"input_ids": IDS}))
 
+    def test_what_is_on_meta_is_not_said_to_be_as_it_should(self) -> None:
+        with torch.device("meta"):
+            model: Any = tiny_model("llama").bfloat16()
+        assert "its buffers are on meta, so nothing tells what they will hold" in decided(model).reason
+
 
 class TestNeverWritten:
     @pytest.mark.parametrize("memory", [0.0, float("nan"), 1e30, -3e-41])

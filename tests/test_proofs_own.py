@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -130,10 +131,20 @@ def test_layers_put_into_a_stock_model_are_not_in_its_tiny_model(tiny: Any) -> N
 def test_a_forward_set_on_a_module_stays_refused() -> None:
     model = made(own_models.Scaled)
     layer = model.model.layers[0]
-    layer.forward = layer.forward
+    layer.forward = functools.partial(layer.forward)
     found = decision(hfpatch.plan(model, prove="own"), STREAM)
     assert found.decided == "refused"
     assert "model.layers.0.forward, set on this module" in found.reason
+
+
+def test_the_forward_of_the_class_itself_may_be_set_on_a_module(tiny: Any) -> None:
+    """As `kernels.kernelize` does on modules that it has no kernel for."""
+    model = tiny("llama").half()
+    for module in model.modules():
+        module.forward = module.forward
+    assert decision(hfpatch.plan(model), STREAM).decided == "applied"
+    model.model.layers[0].forward = model.model.layers[1].forward
+    assert "model.layers.0.forward, set on this module" in decision(hfpatch.plan(model), STREAM).reason
 
 
 def test_another_word_is_bad_input(tiny: Any) -> None:

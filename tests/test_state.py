@@ -319,6 +319,18 @@ class TestTensors:
         assert told == {"tensor weight": "trained", "tensor bias": "here"}
         assert hfpatch.status(model, compare=True)
 
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_memory_of_several_processes_is_said(
+        self, tiny: Any, capsys: pytest.CaptureFixture[str], shared: bool
+    ) -> None:
+        model = SpeechLLM(tiny("llama"))
+        if shared:
+            model.share_memory()
+        hfpatch.apply(model, only="projection-init", verbose=False)
+        hfpatch.revert(model)
+        assert ("the memory of weight is shared, so other processes" in capsys.readouterr().err) is shared
+        assert not hfpatch.status(model).edits
+
     @pytest.mark.parametrize("meanwhile", [torch.float16, torch.bfloat16])
     def test_half_precision_and_back_is_no_training(self, tiny: Any, meanwhile: torch.dtype) -> None:
         model = SpeechLLM(tiny("llama"))

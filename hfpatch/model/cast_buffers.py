@@ -130,6 +130,12 @@ def _cast_buffers(survey: Survey) -> CastBuffers:
     return CastBuffers(tuple(cast), tuple(rounded), tuple(left.items()))
 
 
+def without_values(survey: Survey) -> bool:
+    """True if a buffer of no checkpoint is on meta, so that nothing tells what it will hold."""
+    found = (buffers(module).get(name) for module in survey.modules.values() for name in unsaved(module))
+    return any(value is not None and value.is_meta and value.is_floating_point() for value in found)
+
+
 @cache
 def _assigned(cls: type[nn.Module]) -> frozenset[str]:
     """Return the names of the attributes that a class's forward sets."""

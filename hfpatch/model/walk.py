@@ -164,6 +164,26 @@ def root_module(given: object) -> nn.Module:
     )
 
 
+def traced(root: nn.Module) -> str:
+    """Return why a module takes no patch if it is a program that torch made of a model; empty for any other."""
+    if not isinstance(root, torch.fx.GraphModule) and type(root).__module__ != "torch.export.unflatten":
+        return ""
+    return (
+        f"this {type(root).__name__} is a program that torch.export or torch.fx made of a model: it runs what was "
+        "traced, with the patches that the model had then. Patch the model, or revert its patches, and export it again"
+    )
+
+
+def check_not_traced(root: nn.Module) -> None:
+    """Raise if a module is a program that torch made of a model.
+
+    Raises:
+        NotAModelError: It is one, which carries no records.
+    """
+    if reason := traced(root):
+        raise NotAModelError(reason)
+
+
 def _checked(root: nn.Module) -> nn.Module:
     """Return the module if torch can walk over it: torch does so by recursion."""
     pending, met = [(root, 1)], set[int]()

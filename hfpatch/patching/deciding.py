@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import RefusedError
-from hfpatch.model.walk import inside
+from hfpatch.model.walk import inside, traced
 from hfpatch.patching.context import Context, Target
 from hfpatch.patching.decision import Decision
 from hfpatch.patching.edits import Edit
@@ -54,6 +54,8 @@ def decide(
     refusal = _version_refusal(entry)
     if refusal is not None:
         return [replace(refusal, patch=entry.id)]
+    if why := traced(survey.root):
+        return [Decision(entry.id, None, "refused", why, vital=False, unasked=True, code="not-served")]
     out: list[Decision] = []
     for submodel in (None,) if patch.whole else survey.submodels:
         context = Context(survey, submodel, compute_dtype, options, peaks=peaks)
@@ -63,8 +65,11 @@ def decide(
         if submodel.architecture in patch.but:
             out.append(_excepted(entry, Context(survey, submodel, compute_dtype, options, peaks=peaks)))
     if not out:
-        have = ", ".join(sorted({s.architecture for s in survey.submodels})) or "no transformers model"
-        why = f"does not support {have}: no case proves it there; it supports {_listed(entry.architectures)}"
+        have = ", ".join(sorted({s.architecture for s in survey.submodels}))
+        not_there = (
+            f"does not support {have}: no case proves it there" if have else "there is no transformers model here"
+        )
+        why = f"{not_there}; it supports {_listed(entry.architectures)}"
         out.append(Decision(entry.id, None, "refused", why, hint=patch.suggests, vital=None, code="not-served"))
     # Submodels for which there is nothing to do get no row each, unless a run showed it
     rows = [d for d in out if d.decided != "not needed" or d.lapsed or d.code == "harmless"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.given import FLAG, want
-from hfpatch.model.walk import root_module, without_copy
+from hfpatch.model.walk import check_not_traced, root_module, without_copy
 from hfpatch.patching.kinds.states import State, Word, show
 from hfpatch.patching.record import Record, logged, state_of
 from hfpatch.report import Sheet, Shown
@@ -130,7 +130,10 @@ def status(model: object, *, compare: bool = False) -> Status:
         NotAModelError: `model` holds no torch module.
     """
     want("status", compare=(compare, FLAG))
-    return status_of(root_module(model), None, compare=compare)
+    found = status_of(root_module(model), None, compare=compare)
+    if not found.edits:
+        check_not_traced(root_module(model))
+    return found
 
 
 def status_of(root: nn.Module, application: str | None, *, compare: bool) -> Status:

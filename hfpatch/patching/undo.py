@@ -11,7 +11,7 @@ from torch import nn
 from hfpatch.errors import RevertError
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
-from hfpatch.model.walk import root_module
+from hfpatch.model.walk import check_not_traced, root_module
 from hfpatch.patching.arguments import Names, ids, names
 from hfpatch.patching.kinds.states import UNFINISHED, show
 from hfpatch.patching.preconditions.compiled import compiled_already
@@ -56,6 +56,8 @@ def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:
     """
     root = root_module(model)
     carried = {record.patch for _, _, record in logged(root)}  # of patches that are not installed here, too
+    if not carried:
+        check_not_traced(root)
     wanted = None if only is None else ids(only, carried)
     kept = ids(exclude, carried)
     with one_at_a_time():

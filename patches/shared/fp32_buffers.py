@@ -59,7 +59,7 @@ FRAMES = {"max_source_positions": 16}
 
 def condition(context: Context) -> Verdict:
     """Needed if a buffer holds less than the loader leaves; offered if one that the loader rounds can be float32."""
-    from hfpatch.model.cast_buffers import cast_buffers, described, in_float16
+    from hfpatch.model.cast_buffers import cast_buffers, described, in_float16, without_values
 
     found = cast_buffers(context.survey)
     left = f"; left: {_listed(found.left)}" if found.left else ""
@@ -69,6 +69,10 @@ def condition(context: Context) -> Verdict:
     if tried is not None and tried.differs and not (tried.casts and in_float16(context.survey)):
         what = described(found.rounded)
         return Offered(f"the loader rounds {what}; the model was trained with it{left}", suggested=False)
+    if without_values(context.survey) and not found.left:
+        return NotNeeded(
+            "its buffers are on meta, so nothing tells what they will hold: plan again when they are loaded"
+        )
     return NotNeeded(f"its buffers are as from_pretrained(dtype=) leaves them{_why_not_wider(context)}{left}")
 
 

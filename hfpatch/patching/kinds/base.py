@@ -93,7 +93,7 @@ class Change:
         return None
 
     def lost(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
-        """Return a sentence about training that undoing would throw away; None if there is none."""
+        """Return a sentence about what undoing changes besides the edit: training thrown away; None if nothing."""
         return None
 
     def suspend(self, root: nn.Module, module: nn.Module, before: Any, held: list[Any]) -> None:

@@ -89,6 +89,9 @@ class SetTensor(Change):
             return COMPUTED if self._computed(module) else None
         return _elsewhere(tensor)
 
+    def lost(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
+        return shared(self.name, self._tensor(module))
+
     def restore(self, root: nn.Module, module: nn.Module, before: Any) -> None:
         self._put(module, before)
 
@@ -124,6 +127,13 @@ def _holds(now: torch.Tensor, values: torch.Tensor) -> bool:
     """True if a tensor holds these values, rounded to its dtype or through a half precision that it had meanwhile."""
     rounded = (values, values.half(), values.bfloat16(), values.bfloat16().half(), values.half().bfloat16())
     return any(torch.equal(now, each.to(now)) for each in rounded)
+
+
+def shared(name: str, tensor: torch.Tensor | None) -> str | None:
+    """Return a sentence if other processes have the memory of a tensor too; None if not, or if torch cannot tell."""
+    if tensor is None or tensor.device.type != "cpu" or not tensor.is_shared():  # on a GPU it says so of every tensor
+        return None
+    return f"the memory of {name} is shared, so other processes that have this model have the old values now too"
 
 
 def _elsewhere(tensor: torch.Tensor) -> str | None:

@@ -97,7 +97,7 @@ def code_of(entry: Entry, context: Context) -> Code:
     for where in entry.patch.depends_on:
         for target in where.targets(context):
             for module in _inner(target.module):
-                if "forward" in module.__dict__ and accelerate.HOOK not in module.__dict__:
+                if _is_other(module.__dict__.get("forward"), module) and accelerate.HOOK not in module.__dict__:
                     set_here[f"{target.path}.forward, set on this module"] = None
                 classes[own_class(module)] = None
     for cls in classes:
@@ -106,6 +106,12 @@ def code_of(entry: Entry, context: Context) -> Code:
         name = f"{owner.__module__}.{owner.__qualname__}.forward"
         (stock if theirs else own)[name] = digest(owner.__dict__["forward"])
     return Code(tuple(classes), dict(sorted(stock.items())), dict(sorted(own.items())), tuple(set_here))
+
+
+def _is_other(forward: Any, module: nn.Module) -> bool:
+    """True if a forward that is set on a module runs something else than the class's: `kernelize` sets that too."""
+    own = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+    return forward is not None and not own
 
 
 def subject(entry: Entry, context: Context, code: Code) -> Subject:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hfpatch.compat.modules import parameters
 from hfpatch.patching.kinds.base import Change
-from hfpatch.patching.kinds.set_tensor import SetTensor
+from hfpatch.patching.kinds.set_tensor import SetTensor, shared
 from hfpatch.patching.kinds.states import ABSENT, HERE, State
 
 
@@ -80,6 +80,9 @@ class ScaleTensor(Change):
             return self.read(root, module, before)
         there = _entry(tensor, before.at) != before.value  # also if it was trained since: that is divided too
         return HERE if there else State("gone", "as before the patch")
+
+    def lost(self, root: nn.Module, module: nn.Module, before: Any) -> str | None:
+        return shared(self.name, parameters(module).get(self.name))
 
     def restore(self, root: nn.Module, module: nn.Module, before: Any) -> None:
         tensor = parameters(module).get(self.name)
