@@ -196,9 +196,7 @@ def came(entry: Any, trial: Any) -> Came:
     except FAILURES as error:
         return replace(out, before=f"the stock model does not run: {type(error).__name__}: {error}")
     try:
-        made = hfpatch.plan(
-            trial.model, include=entry.id, only=entry.id, batch=trial.inputs() if case.branches else None
-        )
+        made = hfpatch.plan(trial.model, only=entry.id, batch=trial.inputs() if case.branches else None)
         decided = list(dict.fromkeys(d.decided for d in made.decisions))
         out = replace(out, decided=decided, reasons=[d.reason for d in made.decisions], edits=len(made.edits))
         if not made.edits:
