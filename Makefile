@@ -43,15 +43,17 @@ reliability: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability
 	$(BIN)/python benchmarks/readme.py
 
-# the lowest and the newest release of each dependency, in fresh environments: downloads gigabytes
+# the lowest and the newest release of each dependency (releases.toml), in fresh environments: every verb, and the core
+# of the tests. Downloads gigabytes
 test-clean: $(VENV)/.installed-test
-	$(TEST) -m clean tests/clean
+	$(TEST) $(PARALLEL) -m clean tests/clean
 
 # what is made of the code, the proofs and the figures, and what the examples of a page print
 pages: $(VENV)/.installed
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python -m docs.patches
 	$(BIN)/python -m docs.api
+	$(BIN)/python -m docs.releases
 	$(BIN)/python docs/atlas.py --render
 	$(BIN)/python -m docs.running docs/start.md docs/symptoms.md
 

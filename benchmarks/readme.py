@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def questions(step: dict[str, Any], forward: dict[str, Any], card: str) -> list[
         "How do I undo it?": "`fix.revert()`, or `hfpatch.revert(model)` in any process: the outputs are the stock "
         "ones bit for bit, NaN included.",
         "Which GPUs?": f"Measured on {', '.join(devices())}; no other was tried.",
+        "Which releases?": f"{releases()}; CI runs both ends, and a newer release is proved or refused by the plan: "
+        "[releases](docs/releases.md).",
         "How soon does it say something?": f"{seconds['of the process']:.0f} s from starting Python to the first "
         f"sentence about a model of one's own, {seconds['from the install']:.0f} s from an empty environment "
         f"({', '.join(stranger['device'].split(', ')[:2])}, load average up to {load:.0f}).",
@@ -115,6 +118,13 @@ def reliability(found: dict[str, dict[str, int]]) -> str:
         f"{calls['calls']:,} calls with absurd arguments, {calls['without a sentence']} without a sentence. "
         "[All counts](benchmarks/results/reliability.md)."
     )
+
+
+def releases() -> str:
+    """The window of releases that is tested."""
+    found = tomllib.loads((ROOT / "releases.toml").read_text())
+    low, high = found["lowest"], found["newest"]
+    return ", ".join(f"{name} {low[name]} to {high[name]}" for name in ("torch", "transformers", "peft"))
 
 
 def devices() -> list[str]:

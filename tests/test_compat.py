@@ -911,6 +911,8 @@ class TestPEFT:
     def test_a_layer_for_a_module_or_none(self) -> None:
         linear = nn.Linear(2, 2)
         assert peft.layer_for(linear).get_base_layer() is linear
+        conv = transformers.pytorch_utils.Conv1D(2, 3)
+        assert peft.layer_for(conv).fan_in_fan_out
         with pytest.raises(ValueError, match="not supported"):
             peft.layer_for(nn.LayerNorm(2))
 

@@ -1,4 +1,4 @@
-"""What changed between two releases, and the window of releases that is supported."""
+"""What changed between two releases, and the window of releases that is supported: bounds, sets, page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from docs import releases as page
+from docs.releases import pins, sets
 from hfpatch.patching.language import Patch
 from hfpatch.patching.proofs.bodies import body_digest, digest
 from tests import releases
@@ -89,13 +91,36 @@ def test_the_patches_behind_a_private_name() -> None:
     assert releases.leaning()
 
 
-def test_the_window_of_releases_is_stated_once() -> None:
-    """`pyproject.toml` states it; patches that state none have the same, and what the tests run with lies in it."""
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    window = {each.name: each.specifier for each in map(Requirement, stated)}
+WINDOW = {
+    each.name: each.specifier
+    for each in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+}
+
+
+def test_patches_that_state_no_window_have_that_of_the_project() -> None:
     default = next(f.default for f in dataclasses.fields(Patch) if f.name == "transformers")
-    assert Requirement(f"transformers{default}").specifier == window["transformers"]
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        name, sign, release = line.partition("==")
-        if sign and name in window:
-            assert Version(release) in window[name], line
+    assert Requirement(f"transformers{default}").specifier == WINDOW["transformers"]
+
+
+def test_the_sets_of_releases_are_about_what_the_project_needs() -> None:
+    for name, found in sets().items():
+        assert list(found) == list(WINDOW), name
+        assert all(Version(release) in WINDOW[package] for package, release in found.items()), name
+
+
+def test_the_lowest_are_the_lower_bounds() -> None:
+    for package, release in sets()["lowest"].items():
+        (bound,) = (part.version for part in WINDOW[package] if part.operator == ">=")
+        assert Version(release) == Version(bound), package
+
+
+def test_the_tested_are_pinned_for_everything_else() -> None:
+    found = sets()
+    assert found["tested"] == {package: pins()[package] for package in WINDOW}
+    for package, release in found["newest"].items():
+        assert Version(release) >= Version(found["tested"][package]) >= Version(found["lowest"][package]), package
+
+
+def test_the_page_has_the_sets() -> None:
+    assert page.filled(page.PAGE.read_text()) == page.PAGE.read_text(), "python -m docs.releases writes it"
+    assert f"| transformers | {sets()['lowest']['transformers']} |" in page.PAGE.read_text()

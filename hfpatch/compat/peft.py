@@ -63,9 +63,11 @@ def layer_for(module: nn.Module) -> Any:
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
+    from transformers.pytorch_utils import Conv1D
 
     make: Any = LoraModel._create_new_module
     words = {"r": 1, "lora_alpha": 1, "device_map": {}, "loaded_in_8bit": False, "loaded_in_4bit": False}
+    words["fan_in_fan_out"] = isinstance(module, Conv1D)  # PEFT 0.18 wants to be told
     return make(LoraConfig(r=1), "probe", module, target_name="probe", **words)
 
 

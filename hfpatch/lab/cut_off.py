@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -107,10 +108,20 @@ def _lists(model: nn.Module) -> dict[str, list[GradientCheckpointingLayer]]:
 
 
 def _begins_at_embeddings(model: PreTrainedModel) -> bool:
-    """True if a model's only list of layers is that of a language model, which begins at its token embeddings."""
+    """True if a model's only list of layers is that of a language model, which begins at its token embeddings.
+
+    Its layers have to take their input by position, as a tensor: a reentrant checkpoint passes no gradient to others.
+    """
     embedding = find_embedding(model)
     called = embedding is not None and not isinstance(embedding, nn.ModuleList)  # the codebooks of MusicGen
-    return called and _reads_text(model) and len(_lists(model)) <= 1
+    lists = _lists(model)
+    return called and _reads_text(model) and len(lists) <= 1 and all(_by_position(each[0]) for each in lists.values())
+
+
+def _by_position(layer: nn.Module) -> bool:
+    """True if a layer's forward takes its input as the layers of transformers do; others are tried."""
+    first = next(iter(signature(layer.forward).parameters.values()), None)
+    return first is not None and first.name == "hidden_states" and first.kind is first.POSITIONAL_OR_KEYWORD
 
 
 def _reads_text(model: PreTrainedModel) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+PIP = ("--quiet", "--disable-pip-version-check", "--retries", "5", "--timeout", "60")
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,18 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def install(self, *what: str, constraints: Sequence[str] = ()) -> None:
-        """Install by pip, as a person would. Constraints are lines such as `torch==2.11`."""
+        """Install by pip, as a person would. Constraints are lines such as `torch==2.11`.
+
+        Raises:
+            RuntimeError: pip could not.
+        """
         file = self.folder / "constraints.txt"
         file.write_text("\n".join([*constraints, ""]))
-        self.run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(file), *what)
+        try:
+            self.run("-m", "pip", "install", *PIP, "-c", str(file), *what)
+        except RuntimeError as error:
+            wanted = f"{', '.join(what)} with {', '.join(constraints) or 'any release'}"
+            raise RuntimeError(f"pip did not install {wanted}: is a package index in reach?\n{error}") from error
 
     def versions(self) -> dict[str, str]:
         """Return what is installed, by name."""

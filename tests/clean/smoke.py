@@ -100,6 +100,23 @@ def training(folder: Path) -> None:
     assert torch.equal(hfpatch.nn.BoundedModulation()(torch.zeros(4)), torch.ones(4))
 
 
+def kept(folder: Path) -> None:
+    """The patch beside the checkpoint, in another process."""
+    model = overflowing()
+    batch = example_inputs(model)
+    fix = hfpatch.apply(model, verbose=False)
+    with torch.no_grad():
+        want = model(**batch).logits
+    save(model, folder / "kept")
+    fix.save(folder / "kept")
+    torch.save(batch, folder / "batch.pt")
+    script = "import hfpatch, torch; torch.set_num_threads(1); m = hfpatch.load('kept')\n"
+    script += "with torch.no_grad(): torch.save(m(**torch.load('batch.pt')).logits, 'logits.pt')"
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, timeout=600)
+    assert torch.equal(torch.load(folder / "logits.pt"), want)
+    assert want.isfinite().all()
+
+
 def black_box(folder: Path) -> None:
     model = overflowing().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -151,7 +168,7 @@ def commands(folder: Path) -> None:
     assert terminal("--version").strip().endswith(hfpatch.__version__)
 
 
-PARTS: tuple[Callable[[Path], None], ...] = (repair, training, black_box, reading, own_patch, commands)
+PARTS: tuple[Callable[[Path], None], ...] = (repair, training, kept, black_box, reading, own_patch, commands)
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
