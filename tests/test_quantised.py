@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 import hfpatch
+from hfpatch.compat.quantised import coded, packed_by_a_run, saved_names
 from hfpatch.errors import InputError
-from tests.quantised import BATCH, QUANTISED, dequantised, llama
+from tests.quantised import ALL, BATCH, QUANTISED, dequantised, documented, llama, run, unpacked
 
 pytestmark = pytest.mark.thorough
 LABELLED = {**BATCH, "labels": BATCH["input_ids"]}
@@ -31,6 +33,11 @@ def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return out.logits.detach(), {"embeds": embeds.grad.clone(), **found}
+
+
+def cast_by_its_library(model: Any) -> bool:
+    """True for hqq, whose own door casts rotary tables, as `.half()` does."""
+    return next(b for name, b in model.named_buffers() if name.endswith("inv_freq")).dtype == torch.float16
 
 
 def inspect(model: Any) -> None:
@@ -72,7 +79,8 @@ def verify(model: Any) -> None:
 def trace(model: Any) -> None:
     with hfpatch.trace(model) as found:
         model(**LABELLED)
-    assert found.first_bad is None
+    said = found.first_bad
+    assert said is None or (cast_by_its_library(model) and said.symptom == "cast-buffer")
     assert "0 of 44 tensors overflow" in str(found.headroom("float16")), found.headroom("float16")
 
 
@@ -92,7 +100,7 @@ def check(model: Any) -> None:
     args = TrainingArguments(output_dir="unused", fp16=True, learning_rate=1e-3, report_to=[])
     report = hfpatch.check(trained, args, batch=LABELLED)
     assert "quantised-fp16" in report.ids, report
-    assert not [h.id for h in report.hazards if h.certain], report
+    assert {h.id for h in report.hazards if h.certain} == ({"buffers-cast"} if cast_by_its_library(model) else set())
     trained.unload()
 
 
@@ -117,7 +125,7 @@ def lora_targets(model: Any) -> None:
             hfpatch.lora_targets(model)
         return
     found = hfpatch.lora_targets(model)
-    assert len(found.target_modules) == 7 and found.coverage.weights == 1.0, found
+    assert len(found.target_modules) == 7 and found.coverage.weights == found.coverage.of_weights == CODED, found
 
 
 VERBS: dict[str, Callable[[Any], None]] = {
@@ -171,3 +179,71 @@ def test_adapters_on_a_quantised_base_train_as_without_hfpatch(kind: str) -> Non
             losses[-1].append(float(loss))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5), losses
     assert losses[0][-1] < losses[0][0] - 0.05, losses
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_what_a_library_saves_is_scanned_loaded_and_has_its_manifest(kind: str, tmp_path: Path) -> None:
+    model = QUANTISED[kind](llama())
+    fix = hfpatch.apply(model, verbose=False)
+    if kind.startswith("quanto"):
+        with pytest.raises(ValueError, match="not serializable"):  # what transformers says
+            model.save_pretrained(tmp_path)
+        with pytest.raises(InputError, match="save before the model is sharded or quantised"):
+            fix.save(tmp_path)
+        return
+    model.save_pretrained(tmp_path)
+    report = hfpatch.scan(tmp_path)
+    assert not report.findings
+    if model.config.to_dict().get("quantization_config"):
+        assert report.quantised and "what they stand for was not looked at" in str(report)
+    assert "LoRA" not in str(report), report
+    if kind.startswith("torchao"):
+        with pytest.raises(InputError, match="save before the model is sharded or quantised"):
+            fix.save(tmp_path)
+        return
+    fix.save(tmp_path)
+    if not kind.startswith("bitsandbytes"):  # transformers does not load it as what it was
+        with pytest.raises(InputError):
+            hfpatch.load(tmp_path)
+        return
+    again = hfpatch.load(tmp_path)
+    assert hfpatch.status(again).patches == hfpatch.status(model).patches
+    with torch.no_grad():
+        assert torch.equal(again(**BATCH).logits, model(**BATCH).logits)
+
+
+@pytest.mark.parametrize("place", ALL, ids=" - ".join)
+def test_every_cell_is_as_documented(place: tuple[str, str, str]) -> None:
+    assert run(*place).outcome == documented()[place] != "FAILS"
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_values_are_those_that_the_library_unpacks(kind: str) -> None:
+    """Also after a run in evaluation, in which bitsandbytes packs 4-bit weights anew on some CPUs."""
+    model = QUANTISED[kind](llama())
+    library = {path: value for path, m in model.named_modules() if (value := unpacked(m)) is not None}
+    with torch.no_grad():
+        model(**BATCH)
+    ours = {path: found for path, m in model.named_modules() if (found := coded(m)) is not None}
+    assert set(ours) == set(library) and len(ours) == 14
+    anew = any(packed_by_a_run(m) for m in model.modules())
+    for path, found in ours.items():
+        mine, theirs = found.values().detach().float(), library[path].detach().float()
+        assert found.shape == theirs.shape and found.kind.startswith(kind.split(" ")[0])
+        off = float((mine - theirs).norm() / theirs.norm())
+        assert off < (4e-3 if anew or kind == "torchao int8" else 1e-6), f"{path}: {off}"
+
+
+def test_an_evaluation_that_spoils_gradients_is_named() -> None:
+    """bitsandbytes 0.50 on a CPU with AVX512-BF16; elsewhere it packs nothing, and nothing is said."""
+    model = QUANTISED["bitsandbytes nf4"](llama())
+    _, before = step(model.train())
+    with torch.no_grad():
+        logits = model.eval()(**BATCH).logits
+    _, after = step(model.train())
+    off = float((after["embeds"] - before["embeds"]).norm() / before["embeds"].norm())
+    found = [h for h in hfpatch.check(model).hazards if h.id == "packed-for-cpu"]
+    assert bool(found) is (off > 0.1), (off, found)
+    saved_names(model)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**BATCH).logits, logits), "looking at the names of a state dict changed it"

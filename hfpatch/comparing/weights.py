@@ -96,7 +96,9 @@ def ties(side: Side) -> dict[str, str]:
     return out
 
 
-def _compared(key: tuple[str, str, bool], of_a: torch.Tensor | Coded | None, of_b: torch.Tensor | Coded | None) -> Weight:
+def _compared(
+    key: tuple[str, str, bool], of_a: torch.Tensor | Coded | None, of_b: torch.Tensor | Coded | None
+) -> Weight:
     path, name, buffer = key
     one, other = (_told(t) for t in (of_a, of_b))
     a, b = (None if t is None else values(t) for t in (of_a, of_b))

@@ -1,4 +1,5 @@
 # what a quantiser packed is found by the names that its library and PEFT's and transformers' own code read
+# pyright: reportPrivateUsage=false
 """Weights that a quantiser packed: of what kind and size they are, their values, and what a run changes of them.
 
 Known in bitsandbytes 0.50, torchao 0.18, optimum-quanto 0.2.7, hqq 0.2.8 and, for GGUF, transformers 5.24. None of
@@ -43,6 +44,12 @@ class Coded:
         return torch.Size(self.shape).numel()
 
 
+def by_package(weight: torch.Tensor) -> str:
+    """Return the package of a quantiser whose tensor class a weight has; empty for others."""
+    package = type(weight).__module__.partition(".")[0]
+    return {"torchao": "torchao", "optimum": "quanto"}.get(package, "")
+
+
 def coded(module: nn.Module) -> Coded | None:
     """Return the packed weight of a module; None if it has none of a kind that is known."""
     held = parameters(module)
@@ -52,14 +59,14 @@ def coded(module: nn.Module) -> Coded | None:
     weight: Any = held.get("weight")
     if weight is None or weight.is_meta:
         return None
-    package = type(weight).__module__.partition(".")[0]
+    package = by_package(weight)
     if package == "torchao":
         found = getattr(weight, "target_dtype", None)
         what = type(weight).__name__ if found is None else str(found).removeprefix("torch.")
         return Coded("weight", f"torchao {what}", tuple(weight.shape), weight.dequantize, what == "Int8Tensor")
-    if package == "optimum":
+    if package == "quanto":
         return Coded("weight", f"quanto {weight.qtype.name}", tuple(weight.shape), weight.dequantize)
-    if package == "bitsandbytes":
+    if type(weight).__module__.startswith("bitsandbytes."):
         return _bitsandbytes(module, weight)
     if type(module).__module__ == "transformers.integrations.gguf.utils":
         return _gguf(module, weight)
@@ -84,14 +91,17 @@ def _bitsandbytes(module: Any, weight: Any) -> Coded | None:
 def _four_bits(module: Any) -> torch.Tensor:
     """Return the values of a `Linear4bit`.
 
-    On a CPU with AVX512-BF16 its forward in evaluation packs them in another way, which its `dequantize_4bit` does not
-    know; `state_dict` unpacks them.
+    On a CPU with AVX512-BF16 its forward in evaluation packs codes and scales in another way, which `dequantize_4bit`
+    does not know. The function that unpacks the codes leaves the scales as they are.
     """
-    if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
-        module = copy.deepcopy(module)
-        module.state_dict()
-    weight = module.weight
-    return sys.modules["bitsandbytes.functional"].dequantize_4bit(weight.data, weight.quant_state)
+    tools: Any = sys.modules["bitsandbytes.functional"]
+    data, state = module.weight.data, module.weight.quant_state
+    if packed_by_a_run(module):
+        state = copy.copy(state)
+        scales, state.original_nested = state.absmax.T.reshape(-1).float(), False
+        data, state = tools._convert_weight_packed_for_cpu_inverse(data, state)
+        state.absmax = scales
+    return tools.dequantize_4bit(data, state)
 
 
 def _gguf(module: Any, weight: torch.Tensor) -> Coded | None:
@@ -142,3 +152,16 @@ def put_back(kept: Iterable[tuple[nn.Parameter, torch.Tensor, list[Any]]]) -> No
         for table, before in tables:
             table.clear()
             table.update(before)
+
+
+def saved_names(model: nn.Module) -> list[str]:
+    """Return the keys of a model's state dict.
+
+    `state_dict` of bitsandbytes unpacks what a run in evaluation packed on a CPU, with its scales in the wrong order:
+    the model stays as it was.
+    """
+    kept = changed_by_a_run(model.modules())
+    try:
+        return list(model.state_dict())
+    finally:
+        put_back(kept)

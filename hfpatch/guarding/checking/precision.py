@@ -127,8 +127,8 @@ def packed_for_cpu(subject: Subject) -> Iterator[Hazard]:
             certain=True,
             reason=f"an evaluation on this CPU packed {len(found)} 4-bit weights of bitsandbytes anew ({found[0]} "
             "first), and its backward unpacks them as if it had not: gradients through them are wrong, the loss is not",
-            change="model.state_dict() unpacks them, with scales rounded to bfloat16; or load the model anew, and "
-            "train it before it is evaluated",
+            change="load the model anew, and train it before it is evaluated or on another machine; what is saved now "
+            "has its scales in the wrong order",
         )
 
 
