@@ -23,7 +23,7 @@ quick: $(VENV)/.installed-test
 test-architectures: $(VENV)/.installed-test
 	$(TEST) $(PARALLEL) -m architectures tests
 
-test-thorough: $(VENV)/.installed-test
+test-thorough: $(VENV)/.installed-wrapped
 	$(TEST) $(PARALLEL) -m thorough tests
 
 test-browser: $(VENV)/.installed-test
@@ -80,6 +80,10 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 $(VENV)/.installed-real: $(VENV)/.installed-test requirements-real.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-real.txt
+	touch $@
+
+$(VENV)/.installed-wrapped: $(VENV)/.installed-test requirements-wrapped.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-wrapped.txt
 	touch $@
 
 $(VENV)/.installed-evidence: $(VENV)/.installed-real requirements-evidence.txt

@@ -229,7 +229,7 @@ def test_values_are_those_that_the_library_unpacks(kind: str) -> None:
     anew = any(packed_by_a_run(m) for m in model.modules())
     for path, found in ours.items():
         mine, theirs = found.values().detach().float(), library[path].detach().float()
-        assert found.shape == theirs.shape and found.kind.startswith(kind.split(" ")[0])
+        assert found.shape == theirs.shape and found.kind.startswith(kind.split(" ", maxsplit=1)[0])
         off = float((mine - theirs).norm() / theirs.norm())
         assert off < (4e-3 if anew or kind == "torchao int8" else 1e-6), f"{path}: {off}"
 

@@ -17,10 +17,10 @@ from hfpatch.comparing.lined_up import Pair, common
 from hfpatch.comparing.nested import tensors_in
 from hfpatch.comparing.runs import Record, Unequal
 from hfpatch.comparing.weights import tensors, values
-from hfpatch.compat.quantised import Coded
 from hfpatch.compat import peft
 from hfpatch.compat.implementation import note
 from hfpatch.compat.modules import children
+from hfpatch.compat.quantised import Coded
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import inside
 from hfpatch.patching.record import logged
