@@ -412,12 +412,12 @@ def section(cells: list[Cell]) -> str:
     counts = {word: sum(c.outcome == word for c in cells) for word in ("works", "refused", "not possible", "FAILS")}
     lines = [
         HEADING,
-        "Made by `python -m tests.quantised`. *works*: the outputs and the gradients are those of a stock float32 model",
-        "with the weights as the library itself unpacks them and the same patch, `status` finds every edit in force, and",
-        "a revert leaves the outputs of the quantised model bit for bit.",
+        "Made by `python -m tests.quantised`. *works*: the outputs and the gradients are those of a stock float32",
+        "model with the weights as the library itself unpacks them and the same patch, `status` finds every edit in",
+        "force, and a revert leaves the outputs of the quantised model bit for bit.",
         "",
-        f"{counts['works']} cells work, {counts['refused']} are refused, {counts['not possible']} are not possible without "
-        f"hfpatch either, {counts['FAILS']} fail.",
+        f"{counts['works']} cells work, {counts['refused']} are refused, {counts['not possible']} are not possible "
+        f"without hfpatch either, {counts['FAILS']} fail.",
         "",
         f"| quantiser | order | {' | '.join(CASES)} |",
         f"|---|---|{'---|' * len(CASES)}",

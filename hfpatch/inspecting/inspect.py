@@ -103,7 +103,7 @@ def facts_of(given: object, declared: torch.dtype | None = None) -> ModelInfo:
 
 
 def _count(root: nn.Module) -> tuple[dict[torch.dtype, int], dict[str, int], int, bool]:
-    """Return the number of parameters by dtype, that of packed ones by kind, and of trainable ones; and if any is loaded.
+    """Return the number of parameters by dtype, of packed ones by kind, and of trainable ones; and if any is loaded.
 
     Those that a quantiser packed count as many as they unpack to.
     """

@@ -53,8 +53,8 @@ def check_unpacked(weight: torch.Tensor) -> None:
     """
     if package := by_package(weight):
         raise RefusedError(
-            f"a patch computes a linear layer in float32, and its weight is {package}'s {type(weight).__name__}: it was "
-            "quantised after the patch; hfpatch.revert(model), then quantise, then apply"
+            f"a patch computes a linear layer in float32, and its weight is {package}'s {type(weight).__name__}: it "
+            "was quantised after the patch; hfpatch.revert(model), then quantise, then apply"
         )
 
 

@@ -45,7 +45,8 @@ def scan(
 
     Notes, which are no faults: in dtypes wider than float16, values beyond its 65,504 and tensors of which more than
     one value in 1,000 becomes 0 in it; tensors whose largest magnitude is more than 50 times their RMS; tensors of only
-    zeros; files that no index names; integers that the config beside them says are codes of quantised weights. RMS and shares are computed from a sample of about 4,096 elements in each 32 MiB
+    zeros; files that no index names; integers that the config beside them says are codes of quantised weights.
+    RMS and shares are computed from a sample of about 4,096 elements in each 32 MiB
     of a tensor; all else is exact. Integers, booleans, F8_E8M0 and dtypes below 8 bits are counted, and only
     checked for zeros.
 

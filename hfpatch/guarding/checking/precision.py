@@ -119,7 +119,7 @@ def quantised_in_float16(subject: Subject) -> Iterator[Hazard]:
 
 
 def packed_for_cpu(subject: Subject) -> Iterator[Hazard]:
-    """Bitsandbytes 0.50 packs 4-bit weights anew in evaluation on a CPU with AVX512-BF16; its backward reads the old."""
+    """An evaluation on a CPU with AVX512-BF16 packed 4-bit weights anew: bitsandbytes 0.50 has wrong gradients then."""
     found = [clean_name(n) for n, m in subject.model.named_modules() if packed_by_a_run(m)]
     if found:
         yield Hazard(
