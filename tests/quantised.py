@@ -24,7 +24,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import hfpatch
-from hfpatch.compat.packed.quantised import coded
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.errors import HfpatchError
 from hfpatch.lab.overflow import overflow
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, tiny_model

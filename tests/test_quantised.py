@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 import hfpatch
-from hfpatch.compat.packed.quantised import coded, packed_by_a_run, saved_names
+from hfpatch.compat.quantising.quantised import coded, packed_by_a_run, saved_names
 from hfpatch.errors import HfpatchError, InputError
 from tests.quantised import ALL, BATCH, QUANTISED, dequantised, documented, llama, run, unpacked
 

@@ -20,7 +20,7 @@ from hfpatch.comparing.weights import tensors, values
 from hfpatch.compat import peft
 from hfpatch.compat.implementation import note
 from hfpatch.compat.modules import children
-from hfpatch.compat.packed.quantised import Coded
+from hfpatch.compat.quantising.quantised import Coded
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import inside
 from hfpatch.patching.record import logged

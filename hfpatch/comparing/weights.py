@@ -10,7 +10,7 @@ import torch
 
 from hfpatch.comparing.lined_up import Pair, Side, common
 from hfpatch.compat.modules import buffers, parameters, unsaved
-from hfpatch.compat.packed.quantised import Coded, coded
+from hfpatch.compat.quantising.quantised import Coded, coded
 
 PART = 2**24
 """Elements that are compared at a time."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from hfpatch.compat import operators
 from hfpatch.compat.modules import buffers, unsaved
-from hfpatch.compat.packed.quantised import changed_by_a_run
+from hfpatch.compat.quantising.quantised import changed_by_a_run
 from hfpatch.model.rebuilt import as_loaded
 from hfpatch.model.survey import Survey
 from hfpatch.patching.verifying.lending import can_be_cast

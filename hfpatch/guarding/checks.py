@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.optimizers import parameters_by_id
-from hfpatch.compat.packed.quantised import coded
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.guarding.gradient_norms import is_distributed

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpatch.compat.modules import parameters
-from hfpatch.compat.packed.quantised import coded
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.dtypes import dtype_name
 from hfpatch.given import FLAG, want
 from hfpatch.inspecting import facts

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.modules import BUFFERS
-from hfpatch.compat.packed.quantised import changed_by_a_run, put_back
+from hfpatch.compat.quantising.quantised import changed_by_a_run, put_back
 
 DEPTH = 8
 """Deepest nesting of containers in an attribute that is looked at."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfpatch.compat.packed.quantised import packed_by_a_run
+from hfpatch.compat.quantising.quantised import packed_by_a_run
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.subject import Subject

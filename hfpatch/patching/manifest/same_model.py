@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat import accelerate, implementation
-from hfpatch.compat.packed.quantised import saved_names
+from hfpatch.compat.quantising.quantised import saved_names
 from hfpatch.given import shown
 from hfpatch.model.code import bytecode_digest
 from hfpatch.model.roles import own_class

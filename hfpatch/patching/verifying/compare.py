@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.compat.packed.quantised import coded
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.model.evaluating.as_trained import as_trained

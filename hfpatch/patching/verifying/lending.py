@@ -23,7 +23,7 @@ from hfpatch.compat.hooks import after, before, drop, new_key
 from hfpatch.compat.modules import CONVOLUTIONS
 from hfpatch.compat.modules import buffers as buffers_of
 from hfpatch.compat.modules import parameters as parameters_of
-from hfpatch.compat.packed.quantised import Coded, changed_by_a_run, coded, put_back
+from hfpatch.compat.quantising.quantised import Coded, changed_by_a_run, coded, put_back
 from hfpatch.model.evaluating.as_trained import in_evaluation_form
 from hfpatch.model.rebuilt import HALF
 from hfpatch.model.survey import Survey

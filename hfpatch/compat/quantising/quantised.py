@@ -1,5 +1,4 @@
 # what a quantiser packed is found by the names that its library and PEFT's and transformers' own code read
-# pyright: reportPrivateUsage=false
 """Weights that a quantiser packed: of what kind and size they are, their values, and what a run changes of them.
 
 Known in bitsandbytes 0.50, torchao 0.18, optimum-quanto 0.2.7, hqq 0.2.8 and, for GGUF, transformers 5.24. None of
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.functions import unpacked_codes
 from hfpatch.compat.modules import parameters
 
 
@@ -99,7 +99,7 @@ def _four_bits(module: Any) -> torch.Tensor:
     if packed_by_a_run(module):
         state = copy.copy(state)
         scales, state.original_nested = state.absmax.T.reshape(-1).float(), False
-        data, state = tools._convert_weight_packed_for_cpu_inverse(data, state)
+        data, state = unpacked_codes(tools, data, state)
         state.absmax = scales
     return tools.dequantize_4bit(data, state)
 
