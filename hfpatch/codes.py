@@ -111,6 +111,7 @@ HAZARDS: dict[str, str] = {
     "bf16-under-scaler": "bfloat16 parameters under a GradScaler",
     "adam-eps-zero": "Adam's eps is 0 in the dtype of a parameter",
     "quantised-fp16": "quantised layers compute in float16",
+    "packed-for-cpu": "an evaluation packed 4-bit weights for the CPU, and gradients through them are wrong",
     "no-bf16-here": "bfloat16 is requested, and the GPU does not support it",
     "left-padding-fp16": "left padding under eager attention in float16",
     "loss-not-divided": "the forward takes num_items_in_batch and does not divide by it",

@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -988,3 +989,10 @@ def test_halves_of_adapters_are_told_by_their_names() -> None:
     assert {n for pair in found for n in pair} == {n for n, p in named.items() if p.requires_grad}
     assert all(named[low].shape[0] == named[high].shape[1] == 2 for low, high in found)
     assert peft.halves(["a.lora_Ax.weight", "lora_A.weight"]) == []
+
+
+def test_codes_are_unpacked_by_the_function_of_bitsandbytes() -> None:
+    """What it gives is held against the library in tests/test_quantised.py."""
+    tools = SimpleNamespace(_convert_weight_packed_for_cpu_inverse=lambda data, state: (data + 1, state))
+    data, state = functions.unpacked_codes(tools, torch.zeros(2), "state")
+    assert data.tolist() == [1.0, 1.0] and state == "state"

@@ -16,10 +16,11 @@ from hfpatch.comparing.exactly import Watched, again
 from hfpatch.comparing.lined_up import Pair, common
 from hfpatch.comparing.nested import tensors_in
 from hfpatch.comparing.runs import Record, Unequal
-from hfpatch.comparing.weights import tensors
+from hfpatch.comparing.weights import tensors, values
 from hfpatch.compat import peft
 from hfpatch.compat.implementation import note
 from hfpatch.compat.modules import children
+from hfpatch.compat.quantising.quantised import Coded
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import inside
 from hfpatch.patching.record import logged
@@ -123,7 +124,10 @@ def as_in_a(pair: Pair, facts: Iterable[Fact]) -> Generator[dict[int, torch.Tens
                 if fact.kind in ("weight", "buffer"):
                     if key not in of_a or key not in of_b or of_a[key].shape != of_b[key].shape:
                         raise ValueError(fact.place)
-                    lent[id(of_b[key])] = of_a[key].detach().to(of_b[key].device)
+                    there = of_b[key]
+                    if isinstance(there, Coded):  # its forward reads codes
+                        raise ValueError(fact.place)
+                    lent[id(there)] = values(of_a[key]).detach().to(there.device)
                 elif fact.kind in ("eps", "attribute"):
                     undo.append(_set(theirs[fact.path].__dict__, fact.name, fact.values[0]))
                 elif fact.kind == "dropout":  # of the module, and of the one that may drop with its rate

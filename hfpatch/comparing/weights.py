@@ -10,6 +10,7 @@ import torch
 
 from hfpatch.comparing.lined_up import Pair, Side, common
 from hfpatch.compat.modules import buffers, parameters, unsaved
+from hfpatch.compat.quantising.quantised import Coded, coded
 
 PART = 2**24
 """Elements that are compared at a time."""
@@ -28,7 +29,7 @@ class Weight:
             `shape`: of another shape; `only in A`, `only in B`; `away`: its values are not in this process.
         distance: Relative L2 distance ||a - b|| / ||a||, where it differs; 1 if all of A's is 0; infinite if one is not
             finite.
-        a, b: Dtype and shape of each, as text; empty where there is none.
+        a, b: Dtype, or how a quantiser packed it, and shape of each, as text; empty where there is none.
         buffer: True for a buffer.
     """
 
@@ -52,17 +53,28 @@ def weights(pair: Pair) -> tuple[Weight, ...]:
     return tuple(_compared(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]))
 
 
-def tensors(side: Side) -> dict[tuple[str, str, bool], torch.Tensor]:
-    """Return every parameter and buffer by common path of its module, its name, and True for a buffer."""
-    out: dict[tuple[str, str, bool], torch.Tensor] = {}
+def tensors(side: Side) -> dict[tuple[str, str, bool], torch.Tensor | Coded]:
+    """Return every parameter and buffer by common path of its module, its name, and True for a buffer.
+
+    What a quantiser packed is called `weight`, and is unpacked by `values`.
+    """
+    out: dict[tuple[str, str, bool], torch.Tensor | Coded] = {}
     for path, module in side.survey.modules.items():
+        found = coded(module)
         for name, value in parameters(module).items():
-            if value is not None:
+            if found is not None and name == found.name:
+                out[common(path), "weight", False] = found
+            elif value is not None:
                 out[common(path), name, False] = value
         for name, value in buffers(module).items():
             if value is not None:
                 out[common(path), name, True] = value
     return out
+
+
+def values(held: torch.Tensor | Coded) -> torch.Tensor:
+    """Return a tensor as it is, or the values of one that a quantiser packed."""
+    return held if isinstance(held, torch.Tensor) else held.values().detach()
 
 
 def stored(side: Side) -> set[tuple[str, str]]:
@@ -84,9 +96,12 @@ def ties(side: Side) -> dict[str, str]:
     return out
 
 
-def _compared(key: tuple[str, str, bool], a: torch.Tensor | None, b: torch.Tensor | None) -> Weight:
+def _compared(
+    key: tuple[str, str, bool], of_a: torch.Tensor | Coded | None, of_b: torch.Tensor | Coded | None
+) -> Weight:
     path, name, buffer = key
-    one, other = ("" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b))
+    one, other = (_told(t) for t in (of_a, of_b))
+    a, b = (None if t is None else values(t) for t in (of_a, of_b))
 
     def is_(state: State, distance: float = 0.0) -> Weight:
         return Weight(path, name, state, distance, one, other, buffer)
@@ -113,6 +128,13 @@ def _compared(key: tuple[str, str, bool], a: torch.Tensor | None, b: torch.Tenso
     if rounded:
         return is_("rounded", _root(gap, a))
     return is_("differs", _root(gap, a))
+
+
+def _told(held: torch.Tensor | Coded | None) -> str:
+    if held is None:
+        return ""
+    kind = held.kind if isinstance(held, Coded) else str(held.dtype).removeprefix("torch.")
+    return f"{kind} {list(held.shape)}"
 
 
 def _root(gap: float, a: torch.Tensor) -> float:

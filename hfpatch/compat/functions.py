@@ -22,3 +22,8 @@ AsPlain = torch._C.DisableTorchFunctionSubclass
 def topmost() -> Any:
     """Return the mode on top of this thread's stack; None if there is none."""
     return overrides._get_current_function_mode() if torch._C._len_torch_function_stack() else None
+
+
+def unpacked_codes(tools: Any, data: torch.Tensor, state: Any) -> Any:
+    """Return 4-bit codes and their state as `bitsandbytes.functional` had them before it packed them for a CPU."""
+    return tools._convert_weight_packed_for_cpu_inverse(data, state)

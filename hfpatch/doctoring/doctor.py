@@ -28,7 +28,7 @@ from hfpatch.patching.status import status
 from hfpatch.patching.verifying.answer import Answer, Batch, answer, prepared, score
 from hfpatch.patching.verifying.compare import uncompiled
 from hfpatch.patching.verifying.figures import Proof
-from hfpatch.patching.verifying.lending import at_each_block, blocks_of
+from hfpatch.patching.verifying.lending import at_each_block, blocks_of, unpacked
 from hfpatch.patching.verifying.need import measure
 from hfpatch.patching.verifying.verify import verify
 from hfpatch.report.progress import patience
@@ -159,6 +159,8 @@ def _run(model: nn.Module, way: Way, ready: Batch, exact: Answer | None) -> tupl
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(way.region(device))
+            if way == FLOAT32:
+                stack.enter_context(unpacked(inner, torch.float32))
             return answer(inner, inputs)
 
     try:

@@ -17,6 +17,7 @@ from torch import nn
 
 from hfpatch.compat import operators
 from hfpatch.compat.modules import buffers, unsaved
+from hfpatch.compat.quantising.quantised import changed_by_a_run
 from hfpatch.model.rebuilt import as_loaded
 from hfpatch.model.survey import Survey
 from hfpatch.patching.verifying.lending import can_be_cast
@@ -210,7 +211,8 @@ def bytes_of(model: nn.Module) -> int:
 def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of a model in evaluation mode, as `from_pretrained(dtype=)` loads it: some buffers stay float32.
 
-    Memory: the weights in that dtype; the copy shares those that have it already.
+    Memory: the weights in that dtype; the copy shares those that have it already, and quantised ones, but for those of
+    bitsandbytes, which are copied.
     """
     survey = Survey(model)
     loaded = as_loaded(survey, dtype)
@@ -218,6 +220,8 @@ def copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) if can_be_cast(p) and p.dtype != dtype else p
         for p in model.parameters()
     }
+    for parameter, *_ in changed_by_a_run(survey.modules.values()):  # a run of the copy would change the model's
+        del memo[id(parameter)]
     for path, module in survey.modules.items():
         for name, value in buffers(module).items():
             if value is None or not value.is_floating_point():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.optimizers import parameters_by_id
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.dtypes import dtype_name
 from hfpatch.errors import InputError
 from hfpatch.guarding.gradient_norms import is_distributed
@@ -214,7 +215,8 @@ def _is_quantised(module: nn.Module) -> bool:
     weight: Any = peek(module, "weight")
     if weight is None:
         weight = peek(module, "qweight")
-    return isinstance(weight, torch.Tensor) and (hasattr(weight, "quant_state") or not weight.is_floating_point())
+    plain = isinstance(weight, torch.Tensor) and not hasattr(weight, "quant_state") and weight.is_floating_point()
+    return coded(module) is not None or (isinstance(weight, torch.Tensor) and not plain)
 
 
 def clean_name(name: str) -> str:

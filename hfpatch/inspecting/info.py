@@ -46,7 +46,8 @@ class StackInfo:
 class ModelInfo(Shown):
     """Facts about a model. Prints as tables; `to_dict()` gives the same as JSON.
 
-    `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it by dtype.
+    `parameters` counts each shared parameter once, as `model.parameters()` does; `dtypes` splits it by dtype. Those
+    that a quantiser packed count as many as they unpack to, and stand there by library and format: `bitsandbytes nf4`.
     `weights_loaded` is False if every parameter is on meta.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfpatch.compat.modules import parameters
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.dtypes import dtype_name
 from hfpatch.given import FLAG, want
 from hfpatch.inspecting import facts
@@ -64,7 +67,8 @@ def facts_of(given: object, declared: torch.dtype | None = None) -> ModelInfo:
     config: Any = model.config if isinstance(model, PreTrainedModel) else None
     if config is not None and declared is None:
         declared = declared_dtype(config)
-    total, dtypes, trainable, loaded = _count(survey.root)
+    dtypes, packed, trainable, loaded = _count(survey.root)
+    total = sum(dtypes.values()) + sum(packed.values())
     found = [
         (s, each, stream_dtype(survey, s, each)) for s in survey.submodels for each in survey.stacks.get(s.path, ())
     ]
@@ -74,11 +78,11 @@ def facts_of(given: object, declared: torch.dtype | None = None) -> ModelInfo:
         architecture=str(config.model_type) if config is not None else None,
         name=str(config.name_or_path or "") if config is not None else "",
         parameters=total,
-        dtypes={dtype_name(dtype): size for dtype, size in dtypes.items()},
+        dtypes={dtype_name(dtype): size for dtype, size in dtypes.items()} | packed,
         trainable=trainable,
         weights_loaded=loaded,
         declared_dtype=dtype_name(declared) if declared else None,
-        quantization=_quantization(config),
+        quantization=_quantization(config) or next(iter(packed), "").partition(" ")[0] or None,
         submodels=tuple(_submodel(s, total if s.model is model is survey.root else None) for s in survey.submodels),
         embeddings=facts.embeddings(survey),
         heads=facts.heads(survey),
@@ -98,20 +102,36 @@ def facts_of(given: object, declared: torch.dtype | None = None) -> ModelInfo:
     )
 
 
-def _count(root: nn.Module) -> tuple[int, dict[torch.dtype, int], int, bool]:
-    """Return the number of parameters, the number by dtype, the number that is trainable, and whether any is loaded."""
+def _count(root: nn.Module) -> tuple[dict[torch.dtype, int], dict[str, int], int, bool]:
+    """Return the number of parameters by dtype, of packed ones by kind, and of trainable ones; and if any is loaded.
+
+    Those that a quantiser packed count as many as they unpack to.
+    """
     dtypes: dict[torch.dtype, int] = {}
+    kinds: dict[str, int] = {}
     trainable, real, some = 0, False, False
-    for parameter in root.parameters():
-        size, some = elements(parameter), True
-        dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + size
+    for parameter, size, kind in _parameters(root):
+        some = True
+        if kind:
+            kinds[kind] = kinds.get(kind, 0) + size
+        else:
+            dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + size
         trainable += size if parameter.requires_grad else 0
         real = real or not parameter.is_meta
-    return sum(dtypes.values()), dtypes, trainable, real or not some
+    return dtypes, kinds, trainable, real or not some
+
+
+def _parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, int, str]]:
+    """Yield each parameter once, with its number of values and how a quantiser packed it; empty for a plain one."""
+    found = [(parameters(m)[c.name], c) for m in root.modules() if (c := coded(m)) is not None]
+    packed = {id(parameter): c for parameter, c in found}
+    for parameter in root.parameters():
+        known = packed.get(id(parameter))
+        yield parameter, elements(parameter) if known is None else known.size, "" if known is None else known.kind
 
 
 def _submodel(submodel: Submodel, known: int | None) -> SubmodelInfo:
-    size = sum(elements(p) for p in submodel.model.parameters()) if known is None else known
+    size = sum(size for _, size, _ in _parameters(submodel.model)) if known is None else known
     return SubmodelInfo(submodel.path, submodel.architecture, type(submodel.model).__name__, size)
 
 

@@ -181,8 +181,10 @@ def targets_of(reading: Reading, scope: str, *, experts: bool = False, router: b
     name = type(reading.frame).__name__
     if not chosen:
         have = ", ".join(s.place for s in reading.survey.submodels) or "no transformers model"
+        refused = next((m for m in matrices if wanted[m.kind]), None)
+        why = "" if refused is None else f": {refused.path}: {refused.refusal}"
         raise InputError(
-            f"scope={scope!r}: {name} has no linear map of that scope that PEFT can adapt (found {have}); "
+            f"scope={scope!r}: {name} has no linear map of that scope that PEFT can adapt (found {have}){why}; "
             "try another scope, or name the language model with submodel="
         )
     modules = tuple(m.path for m in chosen if not m.parameter)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.modules import BUFFERS
+from hfpatch.compat.quantising.quantised import changed_by_a_run, put_back
 
 DEPTH = 8
 """Deepest nesting of containers in an attribute that is looked at."""
@@ -47,13 +48,16 @@ def state_as_before(modules: Iterable[nn.Module], passed: Iterable[object] = ())
     """
     changed: list[str] = []
     found: Found = {}
-    for module in modules:
+    ran = list(modules)
+    packed = changed_by_a_run(ran)
+    for module in ran:
         _look(module.__dict__, "", found, DEPTH, True)
     for value in passed:
         _look(value, "an argument", found, DEPTH, False)
     try:
         yield changed
     finally:
+        put_back(packed)
         changed += sorted(set(_all_restored(found)))
 
 

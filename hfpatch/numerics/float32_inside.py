@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hfpatch.compat.functions import AsPlain
-from hfpatch.numerics.linear_in_parts import outside_autocast
+from hfpatch.numerics.linear_in_parts import check_unpacked, outside_autocast
 
 
 class Float32Inside(torch.Tensor):
@@ -77,6 +77,7 @@ def _typed(value: Any) -> Any:
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with the floating-point tensors in it in another dtype."""
     if isinstance(value, torch.Tensor):
+        check_unpacked(value)
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
     return type(value)(_as_dtype(v, dtype) for v in value) if type(value) in (list, tuple) else value
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hfpatch.compat.quantising.quantised import by_package
+from hfpatch.errors import RefusedError
+
 CHUNK = 2**22
 """Elements of the weight that are float32 at one time: 16 MiB."""
 
@@ -26,6 +29,9 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
     Returns:
         `[..., out]` in float32.
+
+    Raises:
+        RefusedError: The weight is of a quantiser's class, which has no float32 form.
     """
     if (
         type(weight.data) in (torch.Tensor, torch.nn.Parameter)
@@ -34,8 +40,22 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     ):
         out: torch.Tensor = _InParts.apply(x, weight)  # pyright: ignore[reportUnknownMemberType, reportAssignmentType]
         return out if bias is None else out + bias.float()
+    check_unpacked(weight)
     with outside_autocast(x.device.type):
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def check_unpacked(weight: torch.Tensor) -> None:
+    """Raise an error if a weight is of a quantiser's tensor class, which has no float32 form.
+
+    Raises:
+        RefusedError: It is.
+    """
+    if package := by_package(weight):
+        raise RefusedError(
+            f"a patch computes a linear layer in float32, and its weight is {package}'s {type(weight).__name__}: it "
+            "was quantised after the patch; hfpatch.revert(model), then quantise, then apply"
+        )
 
 
 class _InParts(torch.autograd.Function):

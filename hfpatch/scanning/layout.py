@@ -76,6 +76,20 @@ def find(name: str | Path) -> tuple[Path, list[Folder], list[str]]:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
+def quantiser(folder: Folder) -> str:
+    """Return the method of quantisation that the config beside some weight files names; empty without one."""
+    file = next((path.parent / "config.json" for path in folder.files.values()), None)
+    if file is None or not file.is_file():
+        return ""
+    try:
+        config = read_json(file, LONGEST_INDEX)
+    except InputError:
+        return ""  # whether it can be read is not what a scan looks at
+    asked = config.get("quantization_config") if isinstance(config, dict) else None
+    method = asked.get("quant_method") if isinstance(asked, dict) else None
+    return brief(method) if isinstance(method, str) else ""
+
+
 def total_bytes(name: str | Path) -> int:
     """Return the bytes of the files that a scan of a name reads, for a progress bar.
 

@@ -22,13 +22,14 @@ class Found:
         kind: Of a finding `NaN`, `Inf`, `broken file`, `broken index`, `missing index`, `missing shard`,
             `unknown shard`, `missing tensor`, `unknown tensor`, `duplicate tensor` or `wrong size`; with `model=`
             `keys do not land`, `parameters not filled`, `wrong shape`, `renaming` or `adapter does not fit`; of a note
-            `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor`, `not scanned`
-            or `adapter`.
+            `quantised`, `beyond float16`, `small for float16`, `outlier`, `all zero`, `beside shards`, `no tensor`,
+            `not scanned` or `adapter`.
         file: The file, relative to the scanned path.
         tensor: Name of the tensor; empty for a finding about a file.
         text: The facts as text.
         figures: The facts as numbers, by kind: NaN `count`; Inf `positive`, `negative`; beyond float16 `count`,
-            `largest`; small for float16 `share`; outlier `largest`, `rms`, `ratio`; all zero `count`.
+            `largest`; quantised `count`; small for float16 `share`; outlier `largest`, `rms`, `ratio`; all zero
+            `count`.
     """
 
     kind: str
@@ -68,6 +69,11 @@ class ScanReport(Shown):
     def __bool__(self) -> bool:
         return bool(self.findings)
 
+    @property
+    def quantised(self) -> bool:
+        """True if a config beside the files says that integers in them are codes: then a value is no parameter."""
+        return any(f.kind == "quantised" for f in self.notes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values under stable keys: path, files, findings, notes, census."""
         return {
@@ -89,8 +95,9 @@ class ScanReport(Shown):
             if len(notes) > NOTES_SHOWN:
                 rows.append(("", kind, f"and {len(notes) - NOTES_SHOWN:,} more; --json has all"))
         found = _number(len(self.findings), "finding") if self.findings else "nothing wrong"
+        unit = "value" if self.quantised else "parameter"
         census = [
-            f"{dtype}: {_number(c.tensors, 'tensor')}, {_number(c.parameters, 'parameter')}, {_size(c.bytes)}"
+            f"{dtype}: {_number(c.tensors, 'tensor')}, {_number(c.parameters, unit)}, {_size(c.bytes)}"
             for dtype, c in self.census.items()
         ]
         title = f"{self.path}: {found} in {_number(self.files, 'file')}"

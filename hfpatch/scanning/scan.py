@@ -14,9 +14,9 @@ from hfpatch.errors import InputError
 from hfpatch.given import FUNCTION, PATH, WHOLE, optional, want
 from hfpatch.scanning import shards
 from hfpatch.scanning.header import Tensor, read_header
-from hfpatch.scanning.layout import Folder, find
+from hfpatch.scanning.layout import Folder, find, quantiser
 from hfpatch.scanning.result import Census, Found, ScanReport
-from hfpatch.scanning.verdicts import findings, notes, sorted_notes
+from hfpatch.scanning.verdicts import codes, findings, notes, sorted_notes
 
 if TYPE_CHECKING:
     from hfpatch.scanning.values import Piece, Values
@@ -48,7 +48,8 @@ def scan(
 
     Notes, which are no faults: in dtypes wider than float16, values beyond its 65,504 and tensors of which more than
     one value in 1,000 becomes 0 in it; tensors whose largest magnitude is more than 50 times their RMS; tensors of only
-    zeros; files that no index names. RMS and shares are computed from a sample of about 4,096 elements in each 32 MiB
+    zeros; files that no index names; integers that the config beside them says are codes of quantised weights.
+    RMS and shares are computed from a sample of about 4,096 elements in each 32 MiB
     of a tensor; all else is exact. Integers, booleans, F8_E8M0 and dtypes below 8 bits are counted, and only
     checked for zeros.
 
@@ -89,6 +90,7 @@ def scan(
         held, broken = _headers(folder, progress)
         found += [_labelled(f, folder) for f in (*broken, *shards.findings(folder, held))]
         noted += [_labelled(f, folder) for f in shards.notes(folder, held)]
+        noted += [_labelled(f, folder) for f in codes((t for ts in held.values() for t in ts), quantiser(folder))]
         work += [(folder.label + name, folder.files[name], tensors) for name, tensors in held.items()]
     for file, tensor, values in _measured(work, processes, progress):
         if isinstance(values, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,22 @@ OUTLIER = 50.0
 
 SHARE = 1e-3
 """Share of values that become 0 in float16 above which it is noted: every large tensor has a few."""
+
+
+_WHOLE = re.compile(r"[IU]\d+|BOOL")
+
+
+def codes(tensors: Iterable[Tensor], method: str) -> list[Found]:
+    """Return a note on the integers of a checkpoint whose config names a method of quantisation; none without it."""
+    found = [t for t in tensors if _WHOLE.fullmatch(t.dtype)]
+    if not found or not method:
+        return []
+    size = sum(_values(t) for t in found)
+    text = (
+        f"{len(found)} tensors with {size:,} integers hold the codes of weights quantised by {method}: "
+        "they were counted, and what they stand for was not looked at"
+    )
+    return [Found("quantised", "config.json", "", text, {"count": size})]
 
 
 def findings(file: str, tensor: Tensor, values: Values) -> list[Found]:
@@ -34,7 +51,8 @@ def findings(file: str, tensor: Tensor, values: Values) -> list[Found]:
 def notes(file: str, tensor: Tensor, values: Values) -> list[Found]:
     """Return the notes about a tensor: facts worth knowing that are no fault."""
     if not values.nonzero:
-        text = f"{_values(tensor):,} {tensor.dtype} values; normal for an untrained LoRA B and many biases"
+        normal = "" if _WHOLE.fullmatch(tensor.dtype) else "; normal for an untrained LoRA B and many biases"
+        text = f"{_values(tensor):,} {tensor.dtype} values{normal}"
         return [Found("all zero", file, tensor.name, text, {"count": _values(tensor)})]
     found: list[Found] = []
     if values.beyond:
@@ -58,7 +76,16 @@ def notes(file: str, tensor: Tensor, values: Values) -> list[Found]:
 
 def sorted_notes(found: Iterable[Found]) -> tuple[Found, ...]:
     """Return notes sorted by kind, and in a kind by their figure, largest first."""
-    kinds = ["not scanned", "beside shards", "no tensor", "beyond float16", "small for float16", "outlier", "all zero"]
+    kinds = [
+        "quantised",
+        "not scanned",
+        "beside shards",
+        "no tensor",
+        "beyond float16",
+        "small for float16",
+        "outlier",
+        "all zero",
+    ]
     key = {"beyond float16": "largest", "small for float16": "share", "outlier": "ratio", "all zero": "count"}
     return tuple(sorted(found, key=lambda f: (kinds.index(f.kind), -f.figures.get(key.get(f.kind, ""), 0.0))))
 

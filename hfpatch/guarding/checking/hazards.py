@@ -80,6 +80,7 @@ def check(
         *precision.bfloat16_under_scaler(subject),
         *precision.eps_of_adam(subject),
         *precision.quantised_in_float16(subject),
+        *precision.packed_for_cpu(subject),
         *precision.no_bfloat16(subject),
         *precision.left_padding(subject),
         *_loss_not_divided(subject, step),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.compat.quantising.quantised import packed_by_a_run
 from hfpatch.dtypes import dtype_name
 from hfpatch.guarding.checking.hazard import Hazard
 from hfpatch.guarding.checking.subject import Subject
@@ -115,6 +116,20 @@ def quantised_in_float16(subject: Subject) -> Iterator[Hazard]:
         change="bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True; if the GPU has no bfloat16, "
         "bnb_4bit_compute_dtype=torch.float32 and no mixed precision",
     )
+
+
+def packed_for_cpu(subject: Subject) -> Iterator[Hazard]:
+    """An evaluation on a CPU with AVX512-BF16 packed 4-bit weights anew: bitsandbytes 0.50 has wrong gradients then."""
+    found = [clean_name(n) for n, m in subject.model.named_modules() if packed_by_a_run(m)]
+    if found:
+        yield Hazard(
+            "packed-for-cpu",
+            certain=True,
+            reason=f"an evaluation on this CPU packed {len(found)} 4-bit weights of bitsandbytes anew ({found[0]} "
+            "first), and its backward unpacks them as if it had not: gradients through them are wrong, the loss is not",
+            change="load the model anew, and train it before it is evaluated or on another machine; what is saved now "
+            "has its scales in the wrong order",
+        )
 
 
 def no_bfloat16(subject: Subject) -> Iterator[Hazard]:

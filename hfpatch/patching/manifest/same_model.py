@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat import accelerate, implementation
+from hfpatch.compat.quantising.quantised import saved_names
 from hfpatch.given import shown
 from hfpatch.model.code import bytecode_digest
 from hfpatch.model.roles import own_class
@@ -46,7 +47,7 @@ def weights_of(model: nn.Module, changed: Collection[str] = ()) -> list[list[Any
     Raises:
         ValueError: A tensor is sharded or of another tensor class, so its values cannot be looked at.
     """
-    kept = model.state_dict().keys()
+    kept = set(saved_names(model))
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
     seen = tensors_seen([*model.named_parameters(), *buffers])
     return [[name, shape, dtype, "" if name in changed else packed] for name, shape, dtype, packed in seen]
@@ -102,7 +103,7 @@ def other_bodies(kept: Mapping[str, str], model: nn.Module) -> str:
 
 def computed_of(model: nn.Module, edited: Collection[str]) -> dict[str, str]:
     """Return digests of the buffers that no checkpoint holds, by name; not of edited ones, nor of large ones."""
-    kept = {*model.state_dict(), *edited}
+    kept = {*saved_names(model), *edited}
     rest = ((name, buffer) for name, buffer in model.named_buffers() if name not in kept)
     return {n: tensor_digest(b) for n, b in rest if not b.is_meta and type(b) is torch.Tensor and b.numel() <= MOST}
 

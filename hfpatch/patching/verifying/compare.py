@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.quantising.quantised import coded
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.model.evaluating.as_trained import as_trained
@@ -382,9 +383,16 @@ def _listed(names: Iterable[str]) -> str:
 
 def _on_weights(model: nn.Module) -> list[str]:
     notes: list[str] = []
-    coded = sum(not can_be_cast(p) for p in model.parameters())
-    if coded:
-        notes.append(f"{coded} quantised weights run as they are in every row")
+    kinds = [found.kind for module in model.modules() if (found := coded(module)) is not None]
+    if kinds:
+        what = f"{len(kinds)} quantised weights ({', '.join(dict.fromkeys(kinds))})"
+        notes.append(f"{what} are unpacked to float32 in the reference, and run as they are in every other row")
+    other = sum(not can_be_cast(p) for p in model.parameters()) - len(kinds)
+    if other:
+        notes.append(
+            f"{other} quantised weights run as they are in every row, the reference too: if they compute in half "
+            "precision, so does it"
+        )
     if any(p.dtype in HALF for p in model.parameters()):
         notes.append("the reference has the same rounded weights, so no figure shows the error of rounding them")
     return notes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from hfpatch.compat import operators
+from hfpatch.compat.accelerate import FORWARD
 from hfpatch.compat.hooks import after, before, drop, new_key
 from hfpatch.compat.modules import CONVOLUTIONS
 from hfpatch.compat.modules import buffers as buffers_of
 from hfpatch.compat.modules import parameters as parameters_of
+from hfpatch.compat.quantising.quantised import Coded, changed_by_a_run, coded, put_back
 from hfpatch.model.evaluating.as_trained import in_evaluation_form
 from hfpatch.model.rebuilt import HALF
 from hfpatch.model.survey import Survey
@@ -90,7 +93,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype, *, whole: bool = False) -> 
         for part in inner:  # before every other hook, so casts that follow the weights see the new dtype
             before(part, begin, first=True, key=key)
             after(part, end, key=key)
-        with buffers_as(model, _half_buffers_in(model, dtype)):
+        with buffers_as(model, _half_buffers_in(model, dtype)), unpacked(model, dtype):
             yield
     finally:
         for part in inner:
@@ -135,6 +138,34 @@ class _Lent:
 
 
 @contextlib.contextmanager
+def unpacked(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
+    """Run a model in float32 with quantised maps that multiply by their unpacked weights, unpacked at each call.
+
+    Those that compute in the dtype of their input stay as they are, and so do all in half precision.
+    """
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in model.modules() if dtype.itemsize >= 4 else ():
+            found = coded(module)
+            if found is not None and not found.follows:
+                key = FORWARD if FORWARD in module.__dict__ else "forward"
+                held.append((module.__dict__, key, module.__dict__.get(key)))
+                module.__dict__[key] = partial(_unpacked_map, module, found, dtype)
+        yield
+    finally:
+        for table, key, was in held:
+            if was is None:
+                del table[key]
+            else:
+                table[key] = was
+
+
+def _unpacked_map(module: Any, found: Coded, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    bias = None if module.bias is None else module.bias.to(dtype)
+    return nn.functional.linear(x.to(dtype), found.values().detach().to(dtype), bias)
+
+
+@contextlib.contextmanager
 def buffers_as(model: nn.Module, values: Mapping[Place, torch.Tensor]) -> Generator[None]:
     """Run a model with other values for some buffers, by module path and name. The values are moved to their device."""
     modules = dict(model.named_modules())
@@ -169,6 +200,7 @@ def as_it_was(model: nn.Module) -> Generator[None]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     kept = [(m, dict(m.__dict__), dict(buffers_of(m))) for m in modules]
     values = {b: b.clone() for m in modules for b in m.buffers(recurse=False) if b.is_floating_point()}
+    packed = changed_by_a_run(modules)
     with torch.random.fork_rng(devices=list(devices)):
         try:
             for module in modules:
@@ -179,6 +211,7 @@ def as_it_was(model: nn.Module) -> Generator[None]:
             for module, own, buffers in kept:
                 _put_back(module.__dict__, own)
                 _put_back(buffers_of(module), buffers)
+            put_back(packed)
             for buffer, value in values.items():
                 if not torch.equal(buffer, value):
                     with torch.no_grad():
