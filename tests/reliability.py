@@ -18,7 +18,7 @@ from tests.matrix import DATA
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FUZZ, FILE = RESULTS / "fuzz-cpu.json", RESULTS / "reliability.json"
-OUTCOMES = {"works": "work", "refused": "are refused with the reason", "FAILS": "fail"}
+OUTCOMES = {"works": "work", "refused": "are refused with the reason", "untried": "untried", "FAILS": "fail"}
 FAULTS = {"tracebacks": "tracebacks", "hangs": "hangs", "memory_over_1_gb": "took over 1 GB", "code_run": "ran code"}
 
 
