@@ -23,8 +23,9 @@ quick: $(VENV)/.installed-test
 test-architectures: $(VENV)/.installed-test
 	$(TEST) $(PARALLEL) -m architectures tests
 
+# packages that quantise or wrap a model are in a folder of their own: transformers and peft import what is installed
 test-thorough: $(VENV)/.installed-wrapped
-	$(TEST) $(PARALLEL) -m thorough tests
+	PYTHONPATH=$(abspath $(VENV))/wrapped $(TEST) $(PARALLEL) -m thorough tests
 
 test-browser: $(VENV)/.installed-test
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }
@@ -90,7 +91,7 @@ $(VENV)/.installed-real: $(VENV)/.installed-test requirements-real.txt
 	touch $@
 
 $(VENV)/.installed-wrapped: $(VENV)/.installed-test requirements-wrapped.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-wrapped.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/wrapped -r requirements-wrapped.txt
 	touch $@
 
 $(VENV)/.installed-evidence: $(VENV)/.installed-real requirements-evidence.txt

@@ -164,6 +164,7 @@ def _cut_off(like: Like) -> tuple[Start, ...]:
 
 def _checkpoint(model: PreTrainedModel) -> None:
     """Turn reentrant checkpointing on; what transformers sets on the input embeddings with it is set here as a copy."""
+    model.config.use_cache = False  # transformers would log that it does that
     checkpointing.turn_on(model, reentrant=True)
     model.disable_input_require_grads()
 
