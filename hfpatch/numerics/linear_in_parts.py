@@ -46,11 +46,13 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def check_unpacked(weight: torch.Tensor) -> None:
-    """Raise an error if a weight is of a quantiser's tensor class, which has no float32 form.
+    """Raise an error if a weight is of a quantiser's tensor class, which has no float32 form; not while it is traced.
 
     Raises:
         RefusedError: It is.
     """
+    if torch.compiler.is_compiling() or type(weight) in (torch.Tensor, torch.nn.Parameter):
+        return
     if package := by_package(weight):
         raise RefusedError(
             f"a patch computes a linear layer in float32, and its weight is {package}'s {type(weight).__name__}: it "
