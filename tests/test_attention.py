@@ -228,12 +228,16 @@ def _built(name: str) -> Any:
 
 
 def test_attention_that_computes_something_else_is_refused_by_name(tiny: Any) -> None:
-    def louder(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
-        return eager_attention_forward(module, query, key, value, mask, scaling * 2)
+    def louder(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float, **_: Any) -> Any:
+        return eager_attention_forward(module, query, key, value, attention_mask, scaling * 2)
+
+    def renamed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return eager_attention_forward(module, query, key, value, mask, **kwargs)
 
     model = tiny("llama")
     module = model.model.layers[0].self_attn
     assert differs_from_eager(louder, module, None) == "gives a different output with a mask"
+    assert differs_from_eager(renamed, module, None) == "takes its mask as 'mask'"
     assert differs_from_eager(eager_attention_forward, module, None) is None
     assert "does not run on its own (TypeError" in str(differs_from_eager(lambda: None, module, None))
 

@@ -25,10 +25,10 @@ REFUSED = {
     "the stream comes in a tuple": {STREAM, BRANCH, TOWER},
     "the attention interface gets no scaling": {LOGITS},
     "the attention interface returns a tensor alone": {LOGITS},
+    "the attention interface gets the mask by another name": {LOGITS},
 }
 """The patches that cannot hold after a drift, on some architecture."""
 FALLS = {
-    "the attention interface gets the mask by another name": "fp32-attention-logits is applied, and its forward raises",
     "the rotary table has another name": "fp32-buffers says not needed, and names the table as left",
 }
 """What does not hold yet."""
