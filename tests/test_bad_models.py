@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_a_traced_program_takes_no_patch_and_tells_of_none(capsys: pytest.Captur
     with pytest.raises(RefusedError, match=said):
         hfpatch.apply(program, only="eps-alignment")
     assert all(d.reason.startswith(said) for d in hfpatch.apply(program).plan.decisions)
-    assert f"hfpatch: refused: clone-embeds: {said}" in capsys.readouterr().err
+    assert re.search(rf"^hfpatch: refused: [\w-]+: {said}", capsys.readouterr().err, flags=re.MULTILINE)
     assert hfpatch.inspect(program).parameters == 6
 
 
