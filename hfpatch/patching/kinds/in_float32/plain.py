@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hfpatch.compat.quantising.quantised import by_package
 from hfpatch.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -21,5 +22,6 @@ def check_plain(target: Target) -> None:
         other = not f"{cls.__module__}.".startswith("torch.")
         if other or not parameter.dtype.is_floating_point or parameter.element_size() < 2:
             path = f"{target.path}.{name}" if target.path else name
-            what = f"{cls.__module__.partition('.')[0]}'s {cls.__name__}" if other else str(parameter.dtype)
+            package = by_package(parameter.data) or cls.__module__.partition(".")[0]
+            what = f"{package}'s {cls.__name__}" if other else str(parameter.dtype)
             raise RefusedError(f"{path} is quantised ({what}) and cannot be computed with in float32")
