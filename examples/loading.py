@@ -98,6 +98,32 @@ def _reachable(asked: str) -> None:
             urlopen(Request(ENDPOINT, method="HEAD"), timeout=5).close()
 
 
+def speech_encoder(asked: str, states: int, mels: int = 80) -> Any:
+    """Return Whisper's encoder in float32, its positions cut to those of one utterance.
+
+    Args:
+        asked: A hub id or folder of a Whisper, or `tiny`.
+        states: What it gives for an utterance of twice as many frames: 50 a second.
+        mels: Bands of the tiny one.
+    """
+    from transformers import WhisperConfig, WhisperModel
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    def real() -> Any:
+        found = WhisperModel.from_pretrained(asked, dtype=torch.float32).encoder
+        first = found.embed_positions.weight[:states].detach().clone()
+        found.embed_positions = torch.nn.Embedding.from_pretrained(first)
+        found.config.max_source_positions = found.max_source_positions = states
+        return found.eval()
+
+    def small() -> Any:
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+        return WhisperEncoder(WhisperConfig(**sizes, num_mel_bins=mels, max_source_positions=states)).eval()
+
+    return read(asked, "--encoder", real, small)
+
+
 def keep_rows(model: Any, ids: torch.Tensor, rows: int) -> torch.Tensor:
     """Cut a vocabulary in place to `rows` rows, those of a text among them: a large one takes most of a step on a CPU.
 

@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from loading import Language, keep_rows, language_model, progress, read, table
+from loading import Language, keep_rows, language_model, progress, speech_encoder, table
 from torch import nn
-from transformers import WhisperConfig, WhisperFeatureExtractor
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+from transformers import WhisperFeatureExtractor
 
 import hfpatch
 
@@ -104,27 +103,7 @@ def parts(llm: str, encoder: str) -> Parts:
         told = [language.tokenizer(f" {word}", add_special_tokens=False).input_ids[0] for word in WORDS]
         ids = torch.tensor([language.tokenizer.bos_token_id, *told])
     bos, *words = keep_rows(language.model, ids, ROWS).tolist()
-    return Parts(language, _encoder(encoder), bos, torch.tensor(words))
-
-
-def _encoder(asked: str) -> Any:
-    """Return Whisper's encoder for utterances of `STATES` states."""
-
-    def real() -> Any:
-        from transformers import WhisperModel
-
-        found = WhisperModel.from_pretrained(asked, dtype=torch.float32).encoder
-        first = found.embed_positions.weight[:STATES].detach().clone()
-        found.embed_positions = nn.Embedding.from_pretrained(first)
-        found.config.max_source_positions = found.max_source_positions = STATES
-        return found.eval()
-
-    def small() -> Any:
-        torch.manual_seed(0)
-        sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
-        return WhisperEncoder(WhisperConfig(**sizes, max_source_positions=STATES)).eval()
-
-    return read(asked, "--encoder", real, small)
+    return Parts(language, speech_encoder(encoder, STATES), bos, torch.tensor(words))
 
 
 def sound(words: list[int]) -> Any:

@@ -1,13 +1,12 @@
 """Staged training of a multimodal model, which a kill does not change: projector first, then LoRA.
 
-    python examples/staged_multimodal.py --run FOLDER                      # downloads SmolLM2 135M
-    python examples/staged_multimodal.py --run FOLDER --llm DIR
-    python examples/staged_multimodal.py --run FOLDER --llm tiny
-    python examples/staged_multimodal.py --run FOLDER --llm tiny           # again: goes on where it was
+    python examples/staged_multimodal.py --run FOLDER                # downloads SmolLM2 135M and Whisper base
+    python examples/staged_multimodal.py --run FOLDER --llm DIR --encoder DIR
+    python examples/staged_multimodal.py --run FOLDER --llm tiny --encoder tiny
+    python examples/staged_multimodal.py --run FOLDER --llm tiny --encoder tiny      # again: goes on where it was
 
-A frozen speech encoder (a tiny random Whisper, whatever the language model), a norm and a projector stand before a
-language model. Stage 1 trains norm and projector, stage 2 also LoRA on the language model. What a careful trainer
-writes by hand:
+A frozen speech encoder (Whisper's), a norm and a projector stand before a language model. Stage 1 trains norm and
+projector, stage 2 also LoRA on the language model. What a careful trainer writes by hand:
 
 - `hfpatch.apply` aligns the new norm's eps and initialises the projector; `hfpatch.lora_config` is for LoRA.
 - `hfpatch.Guard`: backward, unscale, the decision on finite loss and gradients, clipping after unscaling, step or skip,
@@ -33,11 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import keep_rows, language_model, table
+from loading import keep_rows, language_model, speech_encoder, table
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import WhisperConfig
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import hfpatch
 
@@ -47,7 +44,8 @@ STEPS = 10
 ACCUMULATED = 2
 """Micro-batches of a step."""
 WARM_UP = 3
-MELS, FRAMES = 16, 16
+STATES = 8
+"""What the encoder gives for one utterance."""
 NO_LABELS, EXPLODING = 5, 7
 """Steps of each stage whose batch is bad."""
 COMPONENTS = {
@@ -76,24 +74,23 @@ class Speech(nn.Module):
         return self.llm(inputs_embeds=embeds, labels=torch.cat([unspoken, labels], dim=1))
 
 
-def build(asked: str) -> tuple[Speech, torch.Tensor]:
+def build(asked: str, encoder: str) -> tuple[Speech, torch.Tensor]:
     """Return the model with its patches, in float32, and a text `[1, tokens]` to learn."""
     llm = language_model(asked, "--llm", "llama")
     ids = keep_rows(llm.model, llm.ids(tokens=24), 512)
+    heard = speech_encoder(encoder, STATES, mels=16)
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
-    encoder = WhisperEncoder(WhisperConfig(**sizes, num_mel_bins=MELS, max_source_positions=FRAMES // 2))
-    model = Speech(encoder, llm.model)
+    model = Speech(heard, llm.model)
     hfpatch.apply(model, verbose=False)
     return model, ids
 
 
-def batch(ids: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+def batch(ids: torch.Tensor, number: int, mels: int) -> dict[str, torch.Tensor]:
     """Return micro-batch `number` of a stage: two rows of eight tokens of the text, each with features of its own."""
     generator = torch.Generator().manual_seed(number)
     starts = torch.randint(ids.shape[1] - 8, (2,), generator=generator).tolist()
     text = torch.stack([ids[0, s : s + 8] for s in starts])
-    patterns = [torch.randn(MELS, FRAMES, generator=torch.Generator().manual_seed(1000 + s)) for s in starts]
+    patterns = [torch.randn(mels, 2 * STATES, generator=torch.Generator().manual_seed(1000 + s)) for s in starts]
     labels = torch.full_like(text, -100) if number // ACCUMULATED == NO_LABELS else text
     return {"features": torch.stack(patterns), "input_ids": text, "labels": labels}
 
@@ -174,7 +171,7 @@ class Stage:
     def loss(self, ids: torch.Tensor, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, under autocast unless the dtype is float32."""
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
-            loss = self.model(**batch(ids, number)).loss
+            loss = self.model(**batch(ids, number, self.model.encoder.config.num_mel_bins)).loss
         return loss * (1e6 if number // ACCUMULATED == EXPLODING else 1.0)
 
     def take(self, ids: torch.Tensor) -> dict[str, Any]:
@@ -212,16 +209,16 @@ def log(run: Path, row: dict[str, Any]) -> None:
     print(f"{row['stage']} step {row['step']}: {became}; rate {row['rate']:.1e}; gradients {norms}", flush=True)
 
 
-def train(asked: str, run: Path, dtype: torch.dtype, steps: int = STEPS) -> Any:
+def train(asked: str, encoder: str, run: Path, dtype: torch.dtype, steps: int = STEPS) -> Any:
     """Run both stages, or what is left of them, and return what stage 1 changed (a `hfpatch.Comparison`)."""
     run.mkdir(parents=True, exist_ok=True)
-    model, ids = build(asked)
+    model, ids = build(asked, encoder)
     stock = copy.deepcopy(model)
     for name in STAGES:
         if name == "lora":
             from peft import get_peft_model
 
-            between = hfpatch.compare(stock, model, batch(ids, 0))
+            between = hfpatch.compare(stock, model, batch(ids, 0, model.encoder.config.num_mel_bins))
             torch.manual_seed(1)
             config = hfpatch.lora_config(model.llm, r=8, scale=2, verbose=False)
             model.llm = get_peft_model(model.llm, config)
@@ -244,6 +241,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llm", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="hub id, folder, or `tiny`")
+    parser.add_argument("--encoder", default="openai/whisper-base", help="hub id or folder of a Whisper, or `tiny`")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run; one that was killed goes on")
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--fresh", action="store_true", help="delete what is in the folder of the run")
@@ -252,7 +250,7 @@ def main() -> None:
         shutil.rmtree(args.run)
     elif args.run.is_file():
         sys.exit(f"--run {args.run} is a file: give a folder")
-    between = train(args.llm, args.run, getattr(torch, args.dtype))
+    between = train(args.llm, args.encoder, args.run, getattr(torch, args.dtype))
     print(f"\nWhat stage 1 changed:\n{between}")
     columns = ("stage", "best loss", "bundles of skipped batches")
     count = len([p for p in (args.run / "black_box").iterdir() if p.is_dir()])

@@ -220,7 +220,7 @@ class TestStages:
     @pytest.mark.slow
     def test_a_killed_run_goes_on_to_the_last_bit(self, staged: Any, tmp_path: Path) -> None:
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        between = staged.train("tiny", whole, torch.float16)
+        between = staged.train("tiny", "tiny", whole, torch.float16)
         told = staged.losses(whole)
         assert len(told) == 2 * staged.STEPS
         for stage in staged.STAGES:
@@ -233,7 +233,8 @@ class TestStages:
         assert len(list((whole / "black_box").iterdir())) == 2, "an overflow under a scaler is ordinary, and not kept"
         assert "76 of 80 equal; 4 differ" in str(between), "stage 1 trains norm and projector, and nothing else"
 
-        command = [sys.executable, ROOT / "examples" / "staged_multimodal.py", "--llm", "tiny", "--dtype", "float16"]
+        command = [sys.executable, ROOT / "examples" / "staged_multimodal.py", "--llm", "tiny", "--encoder", "tiny"]
+        command += ["--dtype", "float16"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         for lines in (4, staged.STEPS + 3):  # in each stage
             running = subprocess.Popen(
@@ -247,7 +248,7 @@ class TestStages:
             running.kill()
             assert running.wait() == -signal.SIGKILL
             assert len(staged.losses(killed)) < 2 * staged.STEPS
-        staged.train("tiny", killed, torch.float16)
+        staged.train("tiny", "tiny", killed, torch.float16)
         assert staged.losses(killed) == told
         for stage in staged.STAGES:
             ends = [torch.load(run / stage / "last.pt", weights_only=True) for run in (whole, killed)]
@@ -259,7 +260,7 @@ class TestStages:
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_the_same_loop_without_a_scaler(self, dtype: torch.dtype, staged: Any, tmp_path: Path) -> None:
-        staged.train("tiny", tmp_path, dtype, steps=9)
+        staged.train("tiny", "tiny", tmp_path, dtype, steps=9)
         codes = {step: code for (_, step), (_, code) in staged.losses(tmp_path).items() if code}
         assert codes == {staged.NO_LABELS + 1: "no-labels", staged.EXPLODING + 1: "explosion"}
         norms = [row["norms"] for row in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())]

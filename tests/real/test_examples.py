@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,20 @@ def test_the_cascade_reads_real_embeddings(smollm_dir: Path) -> None:
     assert cured.trace.first_bad is None
     assert cured.norms[-1] < cured.norms[0] < planted.norms[-1] / 50
     assert cured.losses[-1] < planted.losses[-1]
+
+
+def test_staged_training_of_a_real_encoder_and_language_model(
+    smollm_dir: Path, whisper_dir: Path, tmp_path: Path
+) -> None:
+    example = load_script("examples/staged_multimodal.py")
+    between = example.train(str(smollm_dir), str(whisper_dir), tmp_path, torch.bfloat16)
+    assert {path.rpartition(".")[0] for path in re.findall(r"[\w.]+\.(?:weight|bias)", str(between))} == {
+        "ln_speech",
+        "speech_proj",
+    }
+    told = example.losses(tmp_path)
+    for stage in example.STAGES:
+        codes = {step: code for (name, step), (_, code) in told.items() if name == stage and code}
+        assert codes == {example.NO_LABELS + 1: "no-labels", example.EXPLODING + 1: "explosion"}
+    first, middle, last = (told[place][0] for place in (("projector", 1), ("projector", 10), ("lora", 10)))
+    assert last < middle < first
