@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.modules import parameters
 from hfpatch.compat.quantising.quantised import coded
 from hfpatch.errors import InputError
 from hfpatch.given import shown
@@ -383,11 +384,12 @@ def _listed(names: Iterable[str]) -> str:
 
 def _on_weights(model: nn.Module) -> list[str]:
     notes: list[str] = []
-    kinds = [found.kind for module in model.modules() if (found := coded(module)) is not None]
-    if kinds:
-        what = f"{len(kinds)} quantised weights ({', '.join(dict.fromkeys(kinds))})"
+    found = [(parameters(module)[known.name], known.kind) for module in model.modules() if (known := coded(module))]
+    packed = {id(parameter): kind for parameter, kind in found}
+    if packed:
+        what = f"{len(packed)} quantised weights ({', '.join(dict.fromkeys(packed.values()))})"
         notes.append(f"{what} are unpacked to float32 in the reference, and run as they are in every other row")
-    other = sum(not can_be_cast(p) for p in model.parameters()) - len(kinds)
+    other = sum(not can_be_cast(p) and id(p) not in packed for p in model.parameters())
     if other:
         notes.append(
             f"{other} quantised weights run as they are in every row, the reference too: if they compute in half "
