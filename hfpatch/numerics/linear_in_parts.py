@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hfpatch.compat.quantising.quantised import by_package
+from hfpatch.compat.quantising.packages import by_package
 from hfpatch.errors import RefusedError
 
 CHUNK = 2**22

@@ -18,6 +18,7 @@ from torch import nn
 
 from hfpatch.compat.functions import unpacked_codes
 from hfpatch.compat.modules import parameters
+from hfpatch.compat.quantising.packages import by_package
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,6 @@ class Coded:
     def size(self) -> int:
         """Number of its values."""
         return torch.Size(self.shape).numel()
-
-
-def by_package(weight: torch.Tensor) -> str:
-    """Return the package of a quantiser whose tensor class a weight has; empty for others."""
-    package = type(weight).__module__.partition(".")[0]
-    return {"torchao": "torchao", "optimum": "quanto"}.get(package, "")
 
 
 def coded(module: nn.Module) -> Coded | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfpatch.compat.quantising.quantised import by_package
+from hfpatch.compat.quantising.packages import by_package
 from hfpatch.errors import RefusedError
 
 if TYPE_CHECKING:
