@@ -395,7 +395,8 @@ attention implementation. A merged model needs the same patches as the model bef
 - A tensor that was trained after a patch had set it is a weight like the others. PEFT saves the layers that an adapter
   gained. The manifest lies beside the adapter, and `hfpatch.load` finds the base model by the adapter's config.
 - `hfpatch.load` needs a class of transformers. For an object of your own build it, load its weights, and replay.
-- Sharded and quantised tensors cannot be compared: save and replay before the model is sharded or quantised.
+- Of weights that a quantiser packed the codes and scales are compared. Sharded tensors cannot be compared: save and
+  replay before the model is sharded.
 """
 
 

@@ -180,6 +180,16 @@ class TestOtherWeights:
             assert difference(seen, other) == f"{name} has other values"
 
 
+@pytest.mark.parametrize("width", [32, 34, 64, 68, 100])
+def test_samples_are_of_many_columns(width: int) -> None:
+    """Also where they lie as far apart as a row, or a block of packed weights, is long."""
+    layer = torch.nn.Linear(width, 64, bias=False)
+    kept = weights_seen(layer)
+    with torch.no_grad():
+        layer.weight[:, 1:] += 1
+    assert difference(kept, layer) == "weight has other values"
+
+
 def edited(raw: bytes, at: str, value: Any) -> bytes:
     """The file with a value set, and its checksum made again."""
     content = json.loads(raw)

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 import hfpatch
 from hfpatch.compat.quantising.quantised import coded, packed_by_a_run, saved_names
-from hfpatch.errors import HfpatchError, InputError
+from hfpatch.errors import HfpatchError, InputError, RefusedError
 from tests.quantised import ALL, BATCH, QUANTISED, dequantised, documented, llama, run, unpacked
 
 pytestmark = pytest.mark.thorough
@@ -185,11 +185,10 @@ def test_adapters_on_a_quantised_base_train_as_without_hfpatch(kind: str) -> Non
 def test_what_a_library_saves_is_scanned_loaded_and_has_its_manifest(kind: str, tmp_path: Path) -> None:
     model = QUANTISED[kind](llama())
     fix = hfpatch.apply(model, verbose=False)
+    fix.save(tmp_path)
     if kind.startswith("quanto"):
         with pytest.raises(ValueError, match="not serializable"):  # what transformers says
             model.save_pretrained(tmp_path)
-        with pytest.raises(InputError, match="save before the model is sharded or quantised"):
-            fix.save(tmp_path)
         return
     model.save_pretrained(tmp_path)
     report = hfpatch.scan(tmp_path)
@@ -197,12 +196,7 @@ def test_what_a_library_saves_is_scanned_loaded_and_has_its_manifest(kind: str, 
     if model.config.to_dict().get("quantization_config"):
         assert report.quantised and "what they stand for was not looked at" in " ".join(str(report).split())
     assert "LoRA" not in str(report), report
-    if kind.startswith("torchao"):
-        with pytest.raises(InputError, match="save before the model is sharded or quantised"):
-            fix.save(tmp_path)
-        return
-    fix.save(tmp_path)
-    if not kind.startswith("bitsandbytes"):  # transformers does not load it as what it was
+    if not kind.startswith(("bitsandbytes", "torchao")):  # transformers does not load it as what it was
         with pytest.raises(HfpatchError):
             hfpatch.load(tmp_path)
         return
@@ -210,6 +204,21 @@ def test_what_a_library_saves_is_scanned_loaded_and_has_its_manifest(kind: str, 
     assert hfpatch.status(again).patches == hfpatch.status(model).patches
     with torch.no_grad():
         assert torch.equal(again(**BATCH).logits, model(**BATCH).logits)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_manifest_is_replayed_on_the_same_model_quantised_anew(kind: str, tmp_path: Path) -> None:
+    model = QUANTISED[kind](llama())
+    hfpatch.apply(model, verbose=False).save(tmp_path)
+    twin = QUANTISED[kind](llama())
+    hfpatch.apply(twin, manifest=tmp_path, verbose=False)
+    with torch.no_grad():
+        assert torch.equal(twin(**BATCH).logits, model(**BATCH).logits)
+    other = llama()
+    with torch.no_grad():
+        other.model.layers[1].self_attn.v_proj.weight.neg_()
+    with pytest.raises(RefusedError, match=r"v_proj\S* has other values"):
+        hfpatch.apply(QUANTISED[kind](other), manifest=tmp_path, verbose=False)
 
 
 @pytest.mark.parametrize("place", ALL, ids=" - ".join)

@@ -146,7 +146,7 @@ class Applied(Shown):
 
         Raises:
             InputError: There is no such directory or it cannot be written, no patch is applied, an edit is no longer in
-                force, a tensor is sharded or quantised, or a patch's own function cannot be told from others.
+                force, a tensor is sharded, or a patch's own function cannot be told from others.
         """
         want("applied.save", directory=(directory, PATH))
         from hfpatch.patching.manifest.saving import save

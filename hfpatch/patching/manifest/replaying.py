@@ -149,8 +149,7 @@ def _check_same(manifest: Manifest, inner: nn.Module, folder: Path) -> None:
             )
     except ValueError as error:
         raise RefusedError(
-            f"apply: {FILE} cannot be compared with this model: {error}; replay it before the model is sharded or "
-            f"quantised; {ANEW}"
+            f"apply: {FILE} cannot be compared with this model: {error}; replay it before the model is sharded; {ANEW}"
         ) from error
     if other := other_bodies(manifest.bodies, inner):
         now = releases()

@@ -45,7 +45,7 @@ def weights_of(model: nn.Module, changed: Collection[str] = ()) -> list[list[Any
     """Return name, shape, dtype and samples of each tensor that a checkpoint holds; no samples of the changed ones.
 
     Raises:
-        ValueError: A tensor is sharded or of another tensor class, so its values cannot be looked at.
+        ValueError: A tensor is sharded, or of a tensor class of whose parts nothing is known.
     """
     kept = set(saved_names(model))
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]

@@ -81,7 +81,7 @@ def save(root: nn.Module, plan: Decisions, folder: Path) -> Path:
         changed = {name for name, tensor in named if id(tensor) in held.changed}
         weights = weights_of(inner, changed)
     except ValueError as error:
-        raise InputError(f"{CALL}: {error}; save before the model is sharded or quantised") from error
+        raise InputError(f"{CALL}: {error}; save before the model is sharded") from error
     if not any(samples for *_, samples in weights) and len(weights) > len(held.changed):
         raise InputError(f"{CALL}: the weights are on meta, so they cannot be told from others; load them first")
     manifest = Manifest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ from torch import nn
 
 from hfpatch.dtypes import dtype_name
 from hfpatch.given import shown
+from hfpatch.tracing.tensors import is_sharded
 
 SAMPLES = 16_384
 """Values that are looked at in all parameters together; of each at least one, and at most `OF_EACH`."""
 OF_EACH = 64
+STRIDE = 7919
+"""A prime: samples that lie as far apart as a row, or as a block of a packed weight is long, would be of one column."""
 BLOCKS, BLOCK = 64, 256
 """Places in a file of weights that are looked at, and bytes at each."""
 FILES = 1024
@@ -27,10 +30,11 @@ FILES = 1024
 def weights_seen(model: nn.Module) -> list[list[Any]]:
     """Return what tells the weights of a model from others: for each parameter its name, shape, dtype and samples.
 
-    The samples are float32 values in base64; those of a parameter that is not in memory (on meta) are empty.
+    The samples are float32 values in base64; those of a parameter that is not in memory (on meta) are empty. A tensor
+    class that is made of plain tensors, as quantisers have them, has no samples, and its parts follow.
 
     Raises:
-        ValueError: A parameter is sharded or of another tensor class, so its values cannot be looked at.
+        ValueError: A parameter is sharded, or of a tensor class of whose parts nothing is known.
     """
     return tensors_seen(list(model.named_parameters()))
 
@@ -41,24 +45,39 @@ def tensors_seen(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
     Raises:
         ValueError: As `weights_seen`.
     """
-    each = max(1, min(OF_EACH, SAMPLES // max(1, len(named))))
+    rows = [row for name, tensor in named for row in _with_parts(name, tensor.detach())]
+    each = max(1, min(OF_EACH, SAMPLES // max(1, len(rows))))
     taken: dict[str, torch.Tensor] = {}
-    for name, parameter in named:
-        values = parameter.detach()
-        if type(values) is not torch.Tensor:
-            raise ValueError(f"{name} is a {type(values).__name__}, whose values cannot be looked at")
-        if not values.is_meta and values.numel():
+    for name, values in rows:
+        if type(values) is torch.Tensor and not values.is_meta and values.numel():
             flat, count = values.reshape(-1), min(each, values.numel())
-            at = torch.arange(count, device=values.device) * values.numel() // count
+            step, order = values.numel() // count, torch.arange(count, device=values.device)
+            at = order * values.numel() // count + order * STRIDE % step
             taken[name] = flat[at].to(torch.float32)
     flat = torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else []
     out: list[list[Any]] = []
-    for name, parameter in named:
+    for name, values in rows:
         count = len(taken.get(name, ()))
         packed = base64.b64encode(struct.pack(f"<{count}f", *flat[:count])).decode()
         flat = flat[count:]
-        out.append([name, list(parameter.shape), dtype_name(parameter.dtype), packed])
+        out.append([name, list(values.shape), dtype_name(values.dtype), packed])
     return out
+
+
+def _with_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor and the plain tensors that it is made of, by names.
+
+    Raises:
+        ValueError: As `weights_seen`.
+    """
+    yield name, tensor
+    if type(tensor) is torch.Tensor:
+        return
+    if is_sharded(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        raise ValueError(f"{name} is a {type(tensor).__name__}, whose values cannot be looked at")
+    parts: Any = tensor
+    for part in parts.__tensor_flatten__()[0]:
+        yield from _with_parts(f"{name}.{part}", getattr(parts, part))
 
 
 def difference(kept: list[list[Any]], model: nn.Module) -> str:
