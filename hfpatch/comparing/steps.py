@@ -204,7 +204,9 @@ def _at(a: Operation, b: Operation, x: torch.Tensor, y: torch.Tensor, gap: float
     one, other = x.double(), y.double().to(x.device)
     apart_by = (one - other).abs().nan_to_num(nan=float("inf"))
     place = int(apart_by.flatten().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), one.shape)) if one.dim() else ()
+    index: tuple[int, ...] = ()
+    if one.dim():
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place, device="cpu"), one.shape))
     return Parting(a, b, float(one.flatten()[place]), float(other.flatten()[place]), index, gap)
 
 

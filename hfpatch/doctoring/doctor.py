@@ -22,6 +22,7 @@ from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import PARALLEL, unwrap
+from hfpatch.numerics.full_float32 import full_float32, shortened
 from hfpatch.patching.applied import Applied
 from hfpatch.patching.apply import apply
 from hfpatch.patching.status import status
@@ -171,6 +172,9 @@ def _run(model: nn.Module, way: Way, ready: Batch, exact: Answer | None) -> tupl
         if way == FLOAT32:
             raise InputError(f"doctor: the model does not run in float32 on this batch: {_line(error)}") from error
         return Run(way, None, math.nan, 0.0, math.nan, 0, _line(error)), exact
+    if exact is None and shortened(device):
+        with full_float32():
+            exact = call()
     exact = mine if exact is None else exact
     figures = score(way.name, mine, exact, ready.real)
     kl = figures.kl if figures.finite else math.nan

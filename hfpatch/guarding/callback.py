@@ -194,7 +194,7 @@ class GuardCallback(TrainerCallback, ExportableState):
             scaler = accelerator.scaler
             scale = None
             if scaler is not None:
-                scale = scaler.scale(torch.ones((), device=accelerator.device))
+                scale = scaler.scale(torch.ones((), device=accelerator.device, dtype=torch.float32))
                 scaler.unscale_(optimizer)
             verdict = self.judge.decide(scale)
             self._facts = self.judge.read(verdict)

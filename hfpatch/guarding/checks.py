@@ -164,7 +164,7 @@ def zero_eps(groups: Iterable[dict[str, Any]], names: dict[int, str]) -> Iterato
         if not isinstance(eps, float) or eps == 0.0:
             continue  # a pair (Adafactor), none (SGD), or 0 set by the caller
         for parameter in group["params"]:
-            if parameter.is_floating_point() and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0:
+            if parameter.is_floating_point() and float(torch.tensor(eps, dtype=parameter.dtype, device="cpu")) == 0.0:
                 yield number, eps, names[id(parameter)], parameter.dtype
                 break
 
@@ -180,7 +180,7 @@ def can_unscale(device: torch.device, dtype: torch.dtype) -> bool:
     parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype), requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     scaler = torch.amp.GradScaler(device.type)
-    scaler.scale(torch.ones((), device=device))
+    scaler.scale(torch.ones((), device=device, dtype=torch.float32))
     try:
         scaler.unscale_(torch.optim.SGD([parameter], lr=0.0))
     except (ValueError, RuntimeError):  # NotImplementedError is a RuntimeError

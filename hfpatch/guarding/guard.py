@@ -217,7 +217,7 @@ class Guard:
         self._micro = 0
         scale = None
         if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), device=loss.device))
+            scale = self.scaler.scale(torch.ones((), device=loss.device, dtype=torch.float32))
             self.scaler.unscale_(self.optimizer)
         verdict = self.judge.decide(scale)
         window = self.recorder.end_window() if self.recorder is not None else None
@@ -355,7 +355,7 @@ class _Pending:
         self._report = torch.cat([report, flag])
         if report.is_cuda:
             # a plain read would also wait for everything queued since; this waits for the copy only
-            host = torch.empty(self._report.shape, dtype=report.dtype, pin_memory=True)
+            host = torch.empty(self._report.shape, dtype=report.dtype, device="cpu", pin_memory=True)
             self._report = host.copy_(self._report, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -167,7 +167,7 @@ class Judge:
         places = tuple(i for i, _ in found)
         device = grads[0].device if grads else self._losses[0].device
         real = torch.float32 if device.type == "mps" else torch.float64
-        norms = tensor_norms(grads) if grads else torch.zeros(1, device=device)
+        norms = tensor_norms(grads) if grads else torch.zeros(1, device=device, dtype=torch.float32)
         norm = torch.linalg.vector_norm(norms)
         squares = norms.to(real).square()
         if any(weight != 1 for weight in weights):
@@ -330,7 +330,7 @@ class Judge:
     def _local_norms(self) -> Tensor:
         grads = [(i, local_part(g, 1)[0]) for i, p in enumerate(self.parameters) if (g := p.grad) is not None]
         if not grads:
-            return torch.zeros(len(self.parameters), device=self._losses[-1].device)
+            return torch.zeros(len(self.parameters), device=self._losses[-1].device, dtype=torch.float32)
         norms = tensor_norms([g for _, g in grads])
         empty = torch.zeros(len(self.parameters), dtype=norms.dtype, device=norms.device)
         return empty.index_copy(0, self._constants(tuple(i for i, _ in grads), norms.device), norms)

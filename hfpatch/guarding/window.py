@@ -35,7 +35,8 @@ class Constants:
         if key not in self._made:
             if len(self._made) > 64:  # parameters that come and go (layer drop) make many
                 self._made.clear()
-            self._made[key] = torch.tensor(values, device=device)
+            dtype = torch.float32 if any(isinstance(each, float) for each in values) else None
+            self._made[key] = torch.tensor(values, device=device, dtype=dtype)
         return self._made[key]
 
 

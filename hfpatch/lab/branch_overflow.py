@@ -122,7 +122,7 @@ def _set_bias(last: nn.Module) -> None:
     bias: Any = getattr(last, "bias", None)
     if bias is not None:
         with torch.no_grad():
-            bias.copy_(torch.linspace(-BIAS, BIAS, bias.numel()).view_as(bias))
+            bias.copy_(torch.linspace(-BIAS, BIAS, bias.numel(), device="cpu", dtype=torch.float32).view_as(bias))
 
 
 def _scale_until(

@@ -49,8 +49,12 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     if reason := NOT_TRAINED.get(config.model_type):
         raise InputError(f"example_inputs, a model of architecture {config.model_type!r}: {reason}")
-    reads = frozenset(inspect.signature(model.forward).parameters)
-    batch: dict[str, Any] = text()
+    with torch.device("cpu"):
+        return _on_device_of(model, _example(model, frozenset(inspect.signature(model.forward).parameters)))
+
+
+def _example(model: Any, reads: frozenset[str]) -> dict[str, Any]:
+    config, batch = model.config, text()
     for kind, made in (("image", images(config, reads)), ("audio", sounds(config, reads))):
         batch |= made
         if made and placeholder(config, kind) is not None:
@@ -60,7 +64,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     batch = {key: value for key, value in batch.items() if key in reads}
     if special := SPECIAL.get(config.model_type):
         special(model, batch)
-    return _on_device_of(model, batch)
+    return batch
 
 
 def _on_device_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

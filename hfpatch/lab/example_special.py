@@ -95,7 +95,7 @@ def _tiles(_model: Any, batch: dict[str, Any]) -> None:
 
 def _boxes(_model: Any, batch: dict[str, Any]) -> None:
     """The position of each token on the page."""
-    left = torch.linspace(0.1, 0.6, batch["input_ids"].shape[1])
+    left = torch.linspace(0.1, 0.6, batch["input_ids"].shape[1], dtype=torch.float32)
     box = torch.stack([left, left / 2, left + 0.2, left / 2 + 0.2], dim=-1)
     batch["bbox"] = box.expand(BATCH, -1, -1)
 
@@ -108,7 +108,7 @@ def _actions(model: Any, batch: dict[str, Any]) -> None:
     batch["state"] = wave(BATCH, config.max_state_dim)
     batch["actions"] = wave(BATCH, config.chunk_size, config.max_action_dim)
     batch["noise"] = wave(BATCH, config.chunk_size, config.max_action_dim).flip(1)
-    batch["timestep"] = torch.full((BATCH,), 0.5)
+    batch["timestep"] = torch.full((BATCH,), 0.5, dtype=torch.float32)
 
 
 def _patches(model: Any, batch: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _two_senses(model: Any, batch: dict[str, Any]) -> None:
     vision, audio = model.config.vision_config, model.config.audio_config
     batch["image_pixel_values"] = wave(BATCH, 2, 3, 16, 16)
     batch["image_sizes"] = torch.tensor([[16, 16]] * BATCH)
-    batch["image_attention_mask"] = torch.ones(BATCH, 2, 4, 4)
+    batch["image_attention_mask"] = torch.ones(BATCH, 2, 4, 4, dtype=torch.float32)
     batch["audio_input_features"] = wave(BATCH, 32, audio.input_size)
     batch["audio_embed_sizes"] = torch.tensor([4] * BATCH)
     insert(batch, [vision.image_token_id] * 13)

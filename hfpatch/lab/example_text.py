@@ -56,7 +56,7 @@ def insert(batch: dict[str, Any], tokens: list[int]) -> None:
 
 def wave(*shape: int) -> torch.Tensor:
     """Return fixed values between -1 and 1 in this shape, as an image or a sound."""
-    return torch.linspace(-40.0, 40.0, int(torch.Size(shape).numel())).sin().reshape(shape)
+    return torch.linspace(-40.0, 40.0, int(torch.Size(shape).numel()), dtype=torch.float32).sin().reshape(shape)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:

@@ -168,11 +168,11 @@ def moved(model: nn.Module) -> float:
     """
     first, second = LENGTHS[:2]
     draw = torch.Generator().manual_seed(0)
-    rest = torch.randint(5, 60, (1, second), generator=draw)
-    positions = torch.cat([torch.arange(first), torch.arange(second)])[None]
+    rest = torch.randint(5, 60, (1, second), generator=draw, device="cpu")
+    positions = torch.cat([torch.arange(n, device="cpu") for n in (first, second)])[None]
     found: list[torch.Tensor] = []
     with torch.no_grad():
         for _ in range(2):
-            ids = torch.cat([torch.randint(5, 60, (1, first), generator=draw), rest], 1)
+            ids = torch.cat([torch.randint(5, 60, (1, first), generator=draw, device="cpu"), rest], 1)
             found.append(model(input_ids=ids, position_ids=positions).logits[:, first:].float())
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())

@@ -23,6 +23,7 @@ from hfpatch.lab.towers import plain, reads
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import stock_class
+from hfpatch.numerics.full_float32 import full_float32
 
 FAILED = (*REJECTIONS, NotImplementedError, StopIteration)
 """What building or running a tiny model of any class may raise."""
@@ -106,6 +107,7 @@ def apart() -> Generator[None]:
         torch.enable_grad(),
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
+        full_float32(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # torch's, that no input of a checkpoint requires a gradient

@@ -55,7 +55,7 @@ class WithHead(nn.Module):
     def __init__(self, tower: PreTrainedModel, width: int) -> None:
         super().__init__()
         self.tower = tower
-        self.head = nn.Linear(width, 32)
+        self.head = nn.Linear(width, 32, dtype=torch.float32)
 
     def forward(self, **inputs: Any) -> SimpleNamespace:
         """Run the tower, and the head on what it returns."""
@@ -213,7 +213,7 @@ def _alone(architecture: str, depth: int | None, overrides: dict[str, Any]) -> n
         width = tower(**tower_inputs(alone)).last_hidden_state.shape[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        alone.head = nn.Linear(int(width), 32)
+        alone.head = nn.Linear(int(width), 32, dtype=torch.float32)
     return alone.eval()
 
 

@@ -14,6 +14,7 @@ from hfpatch.compat.modules import BUFFERS, CHILDREN, PARAMETERS, buffers, child
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.evaluating.divided import plain_weight
 from hfpatch.model.source import REJECTIONS
+from hfpatch.numerics.full_float32 import full_float32
 
 VALUES = 2**16
 """Weights that are merged in each layer, in rows evenly spaced over it."""
@@ -67,9 +68,10 @@ def merge_of(modules: Iterable[nn.Module], adapter: str) -> Merge | None:
         if _weight(layer).dtype != dtype:
             continue
         try:
-            base = _weight(_rows_of(layer, adapter, torch.float64)).detach()
-            update = _merged(layer, adapter, torch.float64) - base
-            change, wide = (_merged(layer, adapter, to).double() - base for to in (None, torch.float32))
+            with full_float32():
+                base = _weight(_rows_of(layer, adapter, torch.float64)).detach()
+                update = _merged(layer, adapter, torch.float64) - base
+                change, wide = [_merged(layer, adapter, to).double() - base for to in (None, torch.float32)]
         except REJECTIONS:
             return None
         whole += float(update.square().sum())
@@ -115,7 +117,7 @@ def _rows_of(layer: Any, adapter: str, dtype: torch.dtype | None) -> Any:
     weight, axis = _weight(layer), _axis(layer)
     outputs = weight.shape[axis]
     count = max(1, min(outputs, VALUES // max(1, weight.numel() // outputs)))
-    rows = torch.linspace(0, outputs - 1, count).long()
+    rows = torch.linspace(0, outputs - 1, count, device="cpu", dtype=torch.float64).long()
     held = [layer.get_base_layer(), layer.lora_B[adapter], getattr(layer, "lora_magnitude_vector", nn.Module())]
     along = {id(p): 0 for module in held for p in module.parameters()} | {id(weight): axis}
 

@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hfpatch.numerics.full_float32 import full_float32
+
 
 def fp32_logits_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Return a boolean mask, True where a query may attend; None for a plain causal mask, to save memory.
@@ -216,6 +218,7 @@ def sdpa_without_cudnn(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
+@full_float32()
 def differs_from_eager(eager: Callable[..., Any], module: nn.Module, cap: float | None) -> str | None:
     """Return how a module's own eager attention differs from `fp32_logits_attention`; None if it does not.
 
@@ -230,14 +233,14 @@ def differs_from_eager(eager: Callable[..., Any], module: nn.Module, cap: float 
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
     stub = SimpleNamespace(**{**plain, "head_dim": width, "training": False, "is_causal": False})
     if getattr(module, "sinks", None) is not None:
         stub.sinks = draw(heads)
     q, k, v = draw(1, heads, tokens, width), draw(1, 2, tokens, width), draw(1, 2, tokens, width)
     extras: dict[str, Any] = {} if cap is None else {"softcap": cap}
-    mask = torch.zeros(1, 1, tokens, tokens).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    mask = torch.full((1, 1, tokens, tokens), -torch.inf, device="cpu", dtype=torch.float32).triu(1)
     for given, what in ((mask, "with a mask"), (torch.zeros_like(mask), "with an open mask"), (None, "without a mask")):
         try:
             theirs = eager(stub, q, k, v, given, scaling=0.5, dropout=0.0, **extras)[0]

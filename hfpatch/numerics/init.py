@@ -42,7 +42,8 @@ class Normal:
     def __call__(self, current: torch.Tensor) -> torch.Tensor:
         """Return new values with shape, dtype and device of `current`, which is not changed."""
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.empty(current.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
+        drawn = torch.empty(current.shape, dtype=torch.float32, device="cpu")
+        drawn.normal_(0.0, self.std, generator=generator)
         return drawn.to(dtype=current.dtype, device=current.device)
 
     def __str__(self) -> str:

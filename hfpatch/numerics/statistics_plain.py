@@ -62,7 +62,7 @@ class DeviceRows:
     def stacked(self) -> torch.Tensor:
         """The rows where they are, float32 [rows, len(COLUMNS)]; float64 if a tensor was."""
         if not self._rows:
-            return torch.zeros(0, len(COLUMNS), device="cpu")
+            return torch.zeros(0, len(COLUMNS), device="cpu", dtype=torch.float32)
         dtype = torch.float64 if any(row.dtype == torch.float64 for row in self._rows) else torch.float32
         return torch.stack([row.to(dtype) for row in self._rows])
 

@@ -44,7 +44,7 @@ def _as_built(module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
     for name in names:
         scalar = getattr(module, f"scalar_{name}", None)
         if isinstance(scalar, (int, float)):
-            out[name] = torch.tensor(float(scalar))
+            out[name] = torch.tensor(float(scalar), device="cpu", dtype=torch.float32)
     kind = getattr(module, "rope_type", "default")
     kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
     config = getattr(module, "config", None)

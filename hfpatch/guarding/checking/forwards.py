@@ -61,9 +61,8 @@ def undivided_loss(model: nn.Module, batch: Mapping[str, Any] | None) -> Undivid
     if not isinstance(labels, torch.Tensor):
         return None  # a Trainer counts labels only
     count = int((labels != -100).sum())
-    losses = (
-        [forward_pass(model, {**batch, ITEMS: torch.tensor(n)}).loss for n in (count, 2 * count)] if count else [0.0]
-    )
+    counts = [torch.tensor(n, device="cpu") for n in (count, 2 * count)]
+    losses = [forward_pass(model, {**batch, ITEMS: n}).loss for n in counts] if count else [0.0]
     first = losses[0]
     if first is None:
         return _read(model)

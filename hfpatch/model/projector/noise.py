@@ -47,7 +47,7 @@ def run_on_noise(module: nn.Module, outer: float) -> Run:
         return hook
 
     widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         for size in widths:  # the layer that reads the features may not be defined first
             reads.clear()
             try:
@@ -55,7 +55,8 @@ def run_on_noise(module: nn.Module, outer: float) -> Run:
                 for name, layer in tried.named_modules():
                     if isinstance(layer, nn.Linear):
                         hooks.after(layer, watch(name))
-                out = tried(torch.randn(1, 256, size, generator=torch.Generator().manual_seed(0)) * outer)
+                draw = torch.Generator().manual_seed(0)
+                out = tried(torch.randn(1, 256, size, generator=draw, dtype=torch.float32) * outer)
             except Exception:  # noqa: BLE001, S112 - a foreign forward may raise anything
                 continue
             if not reads:

@@ -68,9 +68,9 @@ def embedding_rms(survey: Survey, backbone: Submodel) -> float | None:
 
     def measure() -> float:
         rows = int(table.weight.shape[0])
-        ids = torch.arange(rows)
+        ids = torch.arange(rows, device="cpu")
         if rows > ROWS:
-            ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:ROWS]
+            ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0), device="cpu")[:ROWS]
         with torch.no_grad():
             return rms(embedding(ids.to(table.weight.device)))
 

@@ -69,7 +69,7 @@ def _drawn(tensor: torch.Tensor, bound: float, bits: float) -> bool:
     """True if every element is a value of torch's uniform draw within the bound, with at least `bits` of evidence."""
     once, twice = True, True  # rounded once (fused multiply-add) or after the product too, the same way everywhere
     half, found = dict.fromkeys((torch.float16, torch.bfloat16), True), 0.0
-    b = float(torch.tensor(bound, dtype=torch.float32))
+    b = float(torch.tensor(bound, dtype=torch.float32, device="cpu"))
     for values in _chunks(tensor):
         if not bool((values.abs() <= b).all()):
             return False

@@ -291,8 +291,9 @@ def _inputs(survey: Survey, holder: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _made_up(name: str, size: int) -> torch.Tensor:
     if size:
-        return torch.randn(1, 5, size, generator=torch.Generator().manual_seed(0))
-    return torch.ones(1, 5, dtype=torch.long)
+        draw = torch.Generator().manual_seed(0)
+        return torch.randn(1, 5, size, generator=draw, device="cpu", dtype=torch.float32)
+    return torch.ones(1, 5, dtype=torch.long, device="cpu")
 
 
 def _widths(survey: Survey) -> Iterator[int]:

@@ -48,10 +48,12 @@ class Through(nn.Module):
         if self.hidden is None or first is None:
             return first
         wide = first.is_floating_point() and first.shape[-1] == self.hidden
-        states: Any = first if wide else torch.randn(*first.shape[:2], self.hidden, device=first.device)
+        states: Any = (
+            first if wide else torch.randn(*first.shape[:2], self.hidden, device=first.device, dtype=torch.float32)
+        )
         if self.head is None:
             return BaseModelOutputWithPast(last_hidden_state=states, hidden_states=(states,))
-        logits: Any = torch.randn(*states.shape[:2], self.head, device=first.device)
+        logits: Any = torch.randn(*states.shape[:2], self.head, device=first.device, dtype=torch.float32)
         return CausalLMOutputWithPast(logits=logits, hidden_states=(states,))
 
 

@@ -19,6 +19,7 @@ from hfpatch.compat.sharding import narrows_stream
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.norms import is_norm, is_torch_norm
 from hfpatch.model.roles import Place, Stack, own_class
+from hfpatch.numerics.full_float32 import full_float32
 from hfpatch.patching.kinds.cast_input import CastInput
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.dtype_rule import DtypeRule
@@ -63,7 +64,8 @@ def _fails(place: Place, layer: Place, stack: Stack, compute_dtype: torch.dtype 
     if any(hasattr(p, "device_mesh") for p in _own(wrapper, inner)):
         return "its weights are sharded, so it cannot be tested with a float32 stream: patch the model before sharding"
     width = next(p.shape[-1] for _, norm in stack.layer_norms for p in norm.parameters())
-    stream = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(0)
+    stream = torch.randn(2, 5, width, generator=draw, device="cpu", dtype=torch.float32)
     stream = stream * (PEAK / stream.abs().max())
     failures: list[str] = []
     for tail in (None, (), (None,)):  # a layer returns a tensor or a tuple that begins with it, by architecture
@@ -110,6 +112,8 @@ def _run(
     with (
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        full_float32(),
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),
     ):

@@ -186,8 +186,8 @@ class _Runner:
             return shape
         generator = torch.Generator().manual_seed(self.seed)
         if name.endswith("ids"):
-            return torch.randint(max(self.ids, 1), shape[:2], generator=generator).to(self.device)
-        return torch.randn(shape, generator=generator).to(dtype=self.dtype, device=self.device)
+            return torch.randint(max(self.ids, 1), shape[:2], generator=generator, device="cpu").to(self.device)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype=self.dtype, device=self.device)
 
 
 def _watch(made: StandIns, module: nn.Module, like: Shapes | None) -> Runs:

@@ -21,6 +21,7 @@ from hfpatch.given import shown
 from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
+from hfpatch.numerics.full_float32 import full_float32, shortened
 from hfpatch.patching.arguments import Names
 from hfpatch.patching.record import Record
 from hfpatch.patching.verifying.answer import Answer, Batch, answer, compared, prepared, score
@@ -121,6 +122,8 @@ def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names =
         changes = _changes(bench, edits, rows, tick)
     reference = score(REFERENCE, exact, exact, ready.real)
     notes += [*_on_figures(reference, rows, exact, ready), *_on_buffers(buffers), *_on_weights(model)]
+    if short := shortened(bench.device):
+        notes.append(f"{short}, so float32 is shortened in every row but the reference, as it is in training here")
     return Proof(reference, tuple(rows), tuple(dict.fromkeys(notes)), changes, type(model).__name__)
 
 
@@ -191,6 +194,7 @@ class _Bench:
             stack.enter_context(as_it_was(self.model))
             if way is EXACT:  # a reference in which adapters count, whatever evaluation makes of them
                 stack.enter_context(as_trained(self.model))
+                stack.enter_context(full_float32())
             if way.weights is not None:
                 stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))
                 autocast = torch.autocast(self.device.type, dtype=way.autocast, enabled=way.autocast is not None)

@@ -14,6 +14,7 @@ from hfpatch.inspecting.peaks import Peaks, peaks_of
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.wrapping import PARALLEL, unwrap
+from hfpatch.numerics.full_float32 import full_float32
 from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
 from hfpatch.patching.record import logged
@@ -47,6 +48,7 @@ def measure(model: nn.Module, batch: Mapping[str, Any], asks: str = "plan(batch=
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(full_float32())
             stack.enter_context(suspended(model, scaled))
             stack.enter_context(as_it_was(model))
             stack.enter_context(weights_as(model, torch.float32, whole=by_hand))

@@ -101,7 +101,7 @@ def difference(kept: list[list[Any]], model: nn.Module) -> str:
 
 def _values(packed: Any) -> torch.Tensor:
     raw = base64.b64decode(packed, validate=True)
-    return torch.tensor(struct.unpack(f"<{len(raw) // 4}f", raw), dtype=torch.float32)
+    return torch.tensor(struct.unpack(f"<{len(raw) // 4}f", raw), dtype=torch.float32, device="cpu")
 
 
 def _dtype(name: Any) -> torch.dtype:

@@ -29,6 +29,7 @@ from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_config, tiny_model, tiny_
 from hfpatch.lab.towers import tower_inputs, tower_model
 from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.walk import Walk
+from hfpatch.numerics.full_float32 import full_float32
 from hfpatch.patching.verifying.case import Case
 
 LAYERS: int = SIZES["num_hidden_layers"]
@@ -71,7 +72,7 @@ class Trial:
     @cached_property
     def reference(self) -> torch.Tensor:
         """Logits of the same weights in float32, as `logits` returns them; adapters count as they do in training."""
-        with as_trained(self.master):
+        with as_trained(self.master), full_float32():
             return self._run(self.master, None)
 
     @cached_property
@@ -127,7 +128,8 @@ class Trial:
 
     @cached_property
     def _sizes(self) -> list[torch.Tensor]:
-        _, *found = answers(self.master, self.case, self.inputs(self.master))
+        with full_float32():
+            _, *found = answers(self.master, self.case, self.inputs(self.master))
         return [part.norm().clamp_min(torch.finfo(torch.float32).tiny) for part in found]
 
     def inputs(self, model: nn.Module | None = None) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _without_progress_bars() -> Generator[None]:
 
 def token_ids(case: Case) -> torch.Tensor:
     """Return the token ids of a case, `[2, tokens]`, always the same."""
-    return (torch.arange(2 * case.tokens).reshape(2, -1) * 7 + 3) % VOCABULARY
+    return (torch.arange(2 * case.tokens, device="cpu").reshape(2, -1) * 7 + 3) % VOCABULARY
 
 
 def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:

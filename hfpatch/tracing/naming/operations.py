@@ -303,4 +303,4 @@ def _numbers(value: Any) -> Iterator[float]:
 def _vanishes(args: Any, kwargs: Any, dtype: torch.dtype) -> float | None:
     """Return the first positive number below 1e-3 among an operation's arguments that is 0 in its dtype, or None."""
     numbers = _numbers((args, kwargs.values()))
-    return next((n for n in numbers if 0 < n < 1e-3 and float(torch.tensor(n, dtype=dtype)) == 0), None)
+    return next((n for n in numbers if 0 < n < 1e-3 and float(torch.tensor(n, dtype=dtype, device="cpu")) == 0), None)

@@ -74,7 +74,7 @@ def ctc_lengths(args: Any) -> tuple[int, int] | None:
     Two equal labels in a row need a frame between them, which is counted with the labels.
     """
     log_probs, labels, frames, counts = args[:4]
-    frames, counts = ([int(n) for n in torch.as_tensor(part).flatten()] for part in (frames, counts))
+    frames, counts = ([int(n) for n in torch.as_tensor(part, device="cpu").flatten()] for part in (frames, counts))
     start = 0
     for row, (given, count) in enumerate(zip(frames, counts, strict=True)):
         own = labels[row, :count] if labels.dim() == 2 else labels[start : start + count]

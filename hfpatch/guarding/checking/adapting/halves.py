@@ -50,4 +50,5 @@ def pairs(subject: Subject) -> list[Pair]:
 def noise(parameter: nn.Parameter, draw: torch.Generator) -> torch.Tensor:
     """Return noise of a parameter's shape, dtype and device, of a size at which its output is as large as its input."""
     width = parameter.shape[-1] if parameter.dim() else 1
-    return (torch.randn(parameter.shape, generator=draw) / max(width, 1) ** 0.5).to(parameter)
+    drawn = torch.randn(parameter.shape, generator=draw, device="cpu", dtype=torch.float32)
+    return (drawn / max(width, 1) ** 0.5).to(parameter)

@@ -1,0 +1,78 @@
+"""Float32 that is float32: for a while no TF32 and no bfloat16 inside its matrix products and convolutions.
+
+`torch.set_float32_matmul_precision("high")` and its like shorten the factors of float32 products to 11 bits on a GPU,
+`"medium"` to 8 bits on some CPUs, and cuDNN's convolutions have 11 bits unless a script says otherwise. A reference in
+float32 must not be shortened. Known in torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+FULL = ("ieee", "none")
+"""Precisions that shorten nothing."""
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
+_ON: dict[str, dict[str, Any]] = {
+    "cpu": {f"torch.backends.mkldnn.{name}": getattr(_MKLDNN, name) for name in ("matmul", "conv", "rnn")},
+    "cuda": {
+        "torch.backends.cuda.matmul": torch.backends.cuda.matmul,
+        **{f"torch.backends.cudnn.{name}": getattr(_CUDNN, name) for name in ("conv", "rnn")},
+    },
+}
+"""Type of device -> where torch keeps the precision of its operations."""
+_PLACES: dict[str, Any] = {
+    "torch.backends": torch.backends, "torch.backends.cudnn": _CUDNN, "torch.backends.mkldnn": _MKLDNN,
+    **_ON["cpu"], **_ON["cuda"],
+}  # fmt: skip
+"""All places. An outer one comes first; an operation without a setting shows that of its library, or of all."""
+
+
+def shortened(device: torch.device) -> str:
+    """Return what products in float32 on a device are shortened to, e.g. `torch.backends.cudnn.conv: tf32`; or ``."""
+    now = ((at, place.fp32_precision) for at, place in _ON.get(device.type, {}).items())
+    return ", ".join(f"{at}: {precision}" for at, precision in now if precision not in FULL)
+
+
+@contextlib.contextmanager
+def full_float32() -> Generator[None]:
+    """Compute float32 in full. Meanwhile other threads of the process do so too; then all is as it was."""
+    before, old = _now(), _old_settings()
+    with contextlib.ExitStack() as stack:
+        if any(now not in FULL for now in before.values()):
+            stack.callback(_restore, before, old)
+            if old is not None:  # a forward may ask the older functions, which raise if only the newer ones were used
+                _set_old("highest", cudnn=False)
+            for at, now in _now().items():
+                if now not in FULL and _PLACES[at].fp32_precision not in FULL:
+                    _PLACES[at].fp32_precision = "ieee"
+        yield
+
+
+def _now() -> dict[str, str]:
+    return {at: place.fp32_precision for at, place in _PLACES.items()}
+
+
+def _old_settings() -> tuple[str, bool] | None:
+    """Return what the older functions tell; None where torch refuses to, because newer settings differ from them."""
+    try:
+        return torch.get_float32_matmul_precision(), _CUDNN.allow_tf32
+    except RuntimeError:
+        return None
+
+
+def _set_old(matmul: str, *, cudnn: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    _CUDNN.allow_tf32 = cudnn
+
+
+def _restore(before: dict[str, str], old: tuple[str, bool] | None) -> None:
+    if old is not None:
+        _set_old(old[0], cudnn=old[1])
+    for at, place in _PLACES.items():  # outer first: an inner one may follow it
+        if place.fp32_precision != before[at]:
+            place.fp32_precision = before[at]

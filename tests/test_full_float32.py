@@ -1,0 +1,150 @@
+"""A float32 reference is one, whatever precision of float32 products a script asked for; its settings stay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from peft import get_peft_model
+
+import hfpatch
+from hfpatch.lab.tiny import tiny_model
+from hfpatch.lora.merging import merge_of
+
+SET = {
+    "nothing": "",
+    "high": "torch.set_float32_matmul_precision('high')",
+    "medium": "torch.set_float32_matmul_precision('medium')",
+    "allow_tf32": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "no tf32 in cuDNN": "torch.backends.cudnn.allow_tf32 = False",
+    "everywhere": "torch.backends.fp32_precision = 'tf32'",
+    "one library": "torch.backends.mkldnn.fp32_precision = 'bf16'",
+    "one operation": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "a part of cuDNN": "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "old and new": "torch.set_float32_matmul_precision('high'); torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+}
+SCRIPT = """
+    import torch
+    from hfpatch.numerics.full_float32 import _PLACES, full_float32, shortened
+
+    def state():
+        found = {at: place.fp32_precision for at, place in _PLACES.items()}
+        asked = {"matmul": torch.get_float32_matmul_precision, "cudnn": lambda: torch.backends.cudnn.allow_tf32}
+        for name, ask in asked.items():
+            try:
+                found[name] = ask()
+            except RuntimeError:
+                found[name] = "mixed"
+        return found
+
+    import json, os, sys
+
+    for name, setting in json.loads(sys.argv[1]).items():
+        child = os.fork()
+        if not child:
+            break
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(name)
+        print(name, flush=True)
+    else:
+        os._exit(0)
+    exec(setting)
+    torch.manual_seed(0)
+    a, b = torch.randn(128, 256), torch.randn(256, 128)
+    true = a.double() @ b.double()
+    off = lambda: float(((a @ b).double() - true).norm() / true.norm())
+    before = state()
+    for _ in range(2):
+        with full_float32():
+            assert off() < 1e-6, off()
+            assert set(map(lambda p: p.fp32_precision, _PLACES.values())) <= {"ieee", "none"}, state()
+            if before["cudnn"] != "mixed" and before["matmul"] != "mixed":
+                with torch.backends.cudnn.flags(enabled=False):  # CTC losses do so, and torch asks the older settings
+                    pass
+        assert state() == before, (before, state())
+    try:
+        with full_float32():
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert state() == before
+    for name in ("mkldnn", "cudnn"):  # what had no setting of its own follows that of its library, as before
+        for one in ("conv", "rnn"):
+            place = getattr(getattr(torch.backends, name), one)
+            if place.fp32_precision == "none":
+                getattr(torch.backends, name).fp32_precision = "ieee"
+                assert place.fp32_precision == "ieee", (name, one)
+"""
+
+
+def test_it_is_full_and_the_settings_stay() -> None:
+    """Each setting in a process of its own: torch cannot forget one."""
+    script = textwrap.dedent(SCRIPT)
+    done = subprocess.run([sys.executable, "-c", script, json.dumps(SET)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [*SET], done.stdout
+
+
+@contextlib.contextmanager
+def medium() -> Generator[None]:
+    """A script that asked for the shortest products of float32."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def shortens_here() -> bool:
+    """True if this CPU shortens products of float32 when it is asked to."""
+    a = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    with medium():
+        short = a @ a
+    return not torch.equal(short, a @ a)
+
+
+BATCH = {"input_ids": (torch.arange(24).reshape(2, 12) * 7 + 3) % 64}
+
+
+def test_a_reference_is_full_and_a_row_is_what_runs() -> None:
+    model: Any = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    wanted = hfpatch.verify(model, BATCH)
+    with medium():
+        found = hfpatch.verify(model, BATCH)
+    assert found.reference.loss == wanted.reference.loss
+    assert (found.rows[0].kl > 1e-9) == shortens_here()
+    assert any("torch.backends.mkldnn.matmul: bf16, so float32 is shortened" in note for note in found.notes)
+    assert not any("shortened" in note for note in wanted.notes)
+
+
+def test_the_doctors_float32_is_what_runs_and_its_reference_is_full() -> None:
+    model: Any = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    with medium():
+        run = next(r for r in hfpatch.doctor(model, batch=BATCH).runs if r.way.name == "float32")
+    assert (run.kl > 1e-9) == shortens_here()
+
+
+def test_a_plan_is_the_same() -> None:
+    model: Any = tiny_model("gemma3_text").half()
+    wanted = hfpatch.plan(model, batch=BATCH).to_dict()
+    with medium():
+        assert hfpatch.plan(model, batch=BATCH).to_dict() == wanted
+
+
+def test_what_a_merge_keeps_is_the_same() -> None:
+    base: Any = tiny_model("llama").to(torch.bfloat16)
+    model = get_peft_model(base, hfpatch.lora_config(base, r=8))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(1e-3)
+    wanted = merge_of([*model.modules()], "default")
+    with medium():
+        assert merge_of([*model.modules()], "default") == wanted
