@@ -38,6 +38,12 @@ def shortened(device: torch.device) -> str:
     return ", ".join(f"{at}: {precision}" for at, precision in now if precision not in FULL)
 
 
+def not_in_full(device: torch.device) -> list[str]:
+    """Return a sentence for a table beside whose float32 reference other rows are shortened; none if they are not."""
+    short = shortened(device)
+    return [f"{short}, so float32 is shortened in every row but the reference, as in training here"] if short else []
+
+
 @contextlib.contextmanager
 def full_float32() -> Generator[None]:
     """Compute float32 in full. Meanwhile other threads of the process do so too; then all is as it was."""

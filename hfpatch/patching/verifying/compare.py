@@ -21,7 +21,7 @@ from hfpatch.given import shown
 from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
-from hfpatch.numerics.full_float32 import full_float32, shortened
+from hfpatch.numerics.full_float32 import full_float32, not_in_full
 from hfpatch.patching.arguments import Names
 from hfpatch.patching.record import Record
 from hfpatch.patching.verifying.answer import Answer, Batch, answer, compared, prepared, score
@@ -122,8 +122,7 @@ def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names =
         changes = _changes(bench, edits, rows, tick)
     reference = score(REFERENCE, exact, exact, ready.real)
     notes += [*_on_figures(reference, rows, exact, ready), *_on_buffers(buffers), *_on_weights(model)]
-    if short := shortened(bench.device):
-        notes.append(f"{short}, so float32 is shortened in every row but the reference, as it is in training here")
+    notes += not_in_full(bench.device)
     return Proof(reference, tuple(rows), tuple(dict.fromkeys(notes)), changes, type(model).__name__)
 
 
@@ -338,13 +337,9 @@ def _on_figures(reference: Figures, rows: Sequence[Figures], exact: Answer, read
     if not reference.finite:
         notes.append("float32 itself is not finite on this batch, so KL and top-1 are meaningless")
     if reference.auxiliary is not None:
-        notes.append(
-            f"the experts' auxiliary loss, before its coefficient, is {number(reference.auxiliary)} in float32"
-        )
+        notes.append(f"the experts' auxiliary loss is {number(reference.auxiliary)} in float32, before its coefficient")
     if any(r.loss is not None and not math.isfinite(r.loss) and r.finite for r in rows) and reference.loss is not None:
-        notes.append(
-            "a non-finite loss over finite logits comes from the model's loss function, or all labels are -100"
-        )
+        notes.append("a non-finite loss over finite logits is of the model's loss function, or all labels are -100")
     if any(r.seconds is not None for r in rows):
         notes.append("time and memory are measured only for rows that run the model as it is; the others cast weights")
     return notes
