@@ -49,7 +49,7 @@ def pair() -> Any:
 
 def verified(model: Any) -> Any:
     with hfpatch.apply(model, include=["fp16-residual-overflow"], verbose=False) as fix:
-        return fix.verify(BATCH).to_dict()
+        return [(row.name, row.loss, row.kl) for row in fix.verify(BATCH).rows]
 
 
 VERBS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

@@ -243,6 +243,26 @@ def test_values_are_those_that_the_library_unpacks(kind: str) -> None:
         assert off < (4e-3 if anew or kind == "torchao int8" else 1e-6), f"{path}: {off}"
 
 
+def test_a_format_that_can_only_multiply_has_its_values_and_its_reference() -> None:
+    """As torchao's int4 for GPUs; this one runs on a CPU."""
+    from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+
+    model = llama(torch.bfloat16)
+    for layer in model.model.layers:
+        weight = Int4OpaqueTensor.from_hp(layer.mlp.down_proj.weight.detach(), [1, 32])
+        layer.mlp.down_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(NotImplementedError):
+        weight.dequantize()
+    found = coded(model.model.layers[-1].mlp.down_proj)
+    assert found is not None and found.shape == (64, 128)
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wanted = model.model.layers[-1].mlp.down_proj(x)
+    assert torch.allclose(x.float() @ found.values().float().T, wanted.float(), atol=1e-2)
+    proof = hfpatch.verify(model, BATCH)
+    assert proof.reference.finite and proof.rows[0].kl < 1e-3
+    assert hfpatch.inspect(model).parameters == WEIGHTS
+
+
 def test_an_evaluation_that_spoils_gradients_is_named() -> None:
     """bitsandbytes 0.50 on a CPU with AVX512-BF16; elsewhere it packs nothing, and nothing is said."""
     model = QUANTISED["bitsandbytes nf4"](llama())

@@ -172,7 +172,7 @@ def _run(model: nn.Module, way: Way, ready: Batch, exact: Answer | None) -> tupl
         if way == FLOAT32:
             raise InputError(f"doctor: the model does not run in float32 on this batch: {_line(error)}") from error
         return Run(way, None, math.nan, 0.0, math.nan, 0, _line(error)), exact
-    if exact is None and shortened(device):
+    if exact is None and shortened(inner):
         with full_float32():
             exact = call()
     exact = mine if exact is None else exact

@@ -12,36 +12,45 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from torch import nn
+
+from hfpatch.compat.modules import CONVOLUTIONS
 
 FULL = ("ieee", "none")
 """Precisions that shorten nothing."""
 _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
 _ON: dict[str, dict[str, Any]] = {
-    "cpu": {f"torch.backends.mkldnn.{name}": getattr(_MKLDNN, name) for name in ("matmul", "conv", "rnn")},
-    "cuda": {
-        "torch.backends.cuda.matmul": torch.backends.cuda.matmul,
-        **{f"torch.backends.cudnn.{name}": getattr(_CUDNN, name) for name in ("conv", "rnn")},
-    },
+    "cpu": {name: getattr(_MKLDNN, name) for name in ("matmul", "conv", "rnn")},
+    "cuda": {"matmul": torch.backends.cuda.matmul, **{name: getattr(_CUDNN, name) for name in ("conv", "rnn")}},
 }
-"""Type of device -> where torch keeps the precision of its operations."""
+"""Type of device -> kind of operation -> where torch keeps its precision."""
+_MADE_OF: dict[str, tuple[type[nn.Module], ...]] = {"conv": (CONVOLUTIONS,), "rnn": (nn.RNNBase,)}
+"""Kind of operation -> the modules that run it; products of matrices are in every model."""
+_WORDS = {"matmul": "products of matrices", "conv": "convolutions", "rnn": "recurrent layers"}
 _PLACES: dict[str, Any] = {
-    "torch.backends": torch.backends, "torch.backends.cudnn": _CUDNN, "torch.backends.mkldnn": _MKLDNN,
-    **_ON["cpu"], **_ON["cuda"],
+    "all": torch.backends, "cudnn": _CUDNN, "mkldnn": _MKLDNN,
+    **{f"{device} {kind}": place for device, kinds in _ON.items() for kind, place in kinds.items()},
 }  # fmt: skip
 """All places. An outer one comes first; an operation without a setting shows that of its library, or of all."""
 
 
-def shortened(device: torch.device) -> str:
-    """Return what products in float32 on a device are shortened to, e.g. `torch.backends.cudnn.conv: tf32`; or ``."""
-    now = ((at, place.fp32_precision) for at, place in _ON.get(device.type, {}).items())
-    return ", ".join(f"{at}: {precision}" for at, precision in now if precision not in FULL)
+def shortened(model: nn.Module) -> str:
+    """Return what float32 is shortened to in a model, e.g. `tf32 in products of matrices`; empty if it is not."""
+    first = next(model.parameters(), None)
+    places = {} if first is None else _ON.get(first.device.type, {})
+    found = {kind: place.fp32_precision for kind, place in places.items() if place.fp32_precision not in FULL}
+    return ", ".join(
+        f"{precision} in {_WORDS[kind]}"
+        for kind, precision in found.items()
+        if kind == "matmul" or any(isinstance(m, _MADE_OF[kind]) for m in model.modules())
+    )
 
 
-def not_in_full(device: torch.device) -> list[str]:
+def not_in_full(model: nn.Module) -> list[str]:
     """Return a sentence for a table beside whose float32 reference other rows are shortened; none if they are not."""
-    short = shortened(device)
-    return [f"{short}, so float32 is shortened in every row but the reference, as in training here"] if short else []
+    short = shortened(model)
+    return [f"torch is set to shorten float32 to {short}: every row does so, but the reference"] if short else []
 
 
 @contextlib.contextmanager

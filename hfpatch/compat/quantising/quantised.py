@@ -20,6 +20,9 @@ from hfpatch.compat.functions import unpacked_codes
 from hfpatch.compat.modules import parameters
 from hfpatch.compat.quantising.packages import by_package
 
+ROWS = 1024
+"""Rows of the identity that a weight is multiplied by at once."""
+
 
 @dataclass(frozen=True)
 class Coded:
@@ -58,7 +61,7 @@ def coded(module: nn.Module) -> Coded | None:
     if package == "torchao":
         found = getattr(weight, "target_dtype", None)
         what = type(weight).__name__ if found is None else str(found).removeprefix("torch.")
-        return Coded("weight", f"torchao {what}", tuple(weight.shape), weight.dequantize, what == "Int8Tensor")
+        return Coded("weight", f"torchao {what}", tuple(weight.shape), lambda: _torchao(weight), what == "Int8Tensor")
     if package == "quanto":
         return Coded("weight", f"quanto {weight.qtype.name}", tuple(weight.shape), weight.dequantize)
     if type(weight).__module__.startswith("bitsandbytes."):
@@ -66,6 +69,15 @@ def coded(module: nn.Module) -> Coded | None:
     if type(module).__module__ == "transformers.integrations.gguf.utils":
         return _gguf(module, weight)
     return None
+
+
+def _torchao(weight: Any) -> torch.Tensor:
+    """Return the values of a weight: unpacked, or, of a format that can only multiply (int4 for GPUs), by a product."""
+    try:
+        return weight.dequantize()
+    except NotImplementedError:
+        rows = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device).split(ROWS)
+        return torch.cat([nn.functional.linear(part, weight) for part in rows]).T
 
 
 def _bitsandbytes(module: Any, weight: Any) -> Coded | None:

@@ -122,7 +122,7 @@ def compare(model: nn.Module, batch: Any, edits: Sequence[Edited], runs: Names =
         changes = _changes(bench, edits, rows, tick)
     reference = score(REFERENCE, exact, exact, ready.real)
     notes += [*_on_figures(reference, rows, exact, ready), *_on_buffers(buffers), *_on_weights(model)]
-    notes += not_in_full(bench.device)
+    notes += not_in_full(model)
     return Proof(reference, tuple(rows), tuple(dict.fromkeys(notes)), changes, type(model).__name__)
 
 
