@@ -22,12 +22,28 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 
+def printable(text: str, *, lines: bool = True) -> str:
+    r"""Return a text that is safe to print: what controls a terminal, hides or turns other text, or cannot be encoded,
+    is written as Python writes it, such as `\x1b`.
+
+    Args:
+        text: The text, which may quote names from files.
+        lines: Leave line breaks as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or (lines and c == "\n") else ascii(c)[1:-1] for c in text)
+
+
 class HfpatchError(Exception):
     """Base class of the exceptions that hfpatch raises. `code` names the kind, for scripts: a key of
-    `hfpatch.codes.ERRORS`.
+    `hfpatch.codes.ERRORS`. The message is one line, whatever names from files it quotes.
     """
 
     code: ClassVar[str] = "error"
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), lines=False)
 
 
 class InputError(HfpatchError, ValueError):
@@ -53,7 +69,8 @@ class UnknownPatchError(InputError, KeyError):
 
     code = "unknown-patch"
 
-    __str__ = Exception.__str__  # KeyError would print the repr of the sentence
+    def __str__(self) -> str:
+        return printable(Exception.__str__(self), lines=False)  # KeyError would print the repr of the sentence
 
 
 class NoEmbeddingError(InputError, LookupError):
@@ -113,4 +130,4 @@ class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
         self.history = history
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return printable(str(self.args[0]))
