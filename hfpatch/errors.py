@@ -21,18 +21,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-
-def printable(text: str, *, lines: bool = True) -> str:
-    r"""Return a text that is safe to print: what controls a terminal, hides or turns other text, or cannot be encoded,
-    is written as Python writes it, such as `\x1b`.
-
-    Args:
-        text: The text, which may quote names from files.
-        lines: Leave line breaks as they are.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or (lines and c == "\n") else ascii(c)[1:-1] for c in text)
+from hfpatch.printable import printable as _printable  # it is no name of this public module
 
 
 class HfpatchError(Exception):
@@ -43,7 +32,7 @@ class HfpatchError(Exception):
     code: ClassVar[str] = "error"
 
     def __str__(self) -> str:
-        return printable(super().__str__(), lines=False)
+        return _printable(super().__str__(), lines=False)
 
 
 class InputError(HfpatchError, ValueError):
@@ -70,7 +59,7 @@ class UnknownPatchError(InputError, KeyError):
     code = "unknown-patch"
 
     def __str__(self) -> str:
-        return printable(Exception.__str__(self), lines=False)  # KeyError would print the repr of the sentence
+        return _printable(Exception.__str__(self), lines=False)  # KeyError would print the repr of the sentence
 
 
 class NoEmbeddingError(InputError, LookupError):
@@ -130,4 +119,4 @@ class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
         self.history = history
 
     def __str__(self) -> str:
-        return printable(str(self.args[0]))
+        return _printable(str(self.args[0]))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hfpatch.errors import GuardStop, InputError, UnknownPatchError, printable
+from hfpatch.errors import GuardStop, InputError, UnknownPatchError
+from hfpatch.printable import printable
 from hfpatch.report import Sheet, say
 from tests.conftest import Ran
 from tests.hostile import doors

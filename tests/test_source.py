@@ -119,6 +119,7 @@ ABSURD: dict[str, tuple[object, str]] = {
         {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
         "text_config.num_hidden_layers is",
     ),
+    "heads": (llama(num_attention_heads=10**6), "num_attention_heads is 1,000,000, more than any model has"),
     "no width": (llama(hidden_size=0), "hidden_size is 0; want at least 1"),
     "no number as eps": ('{"model_type": "llama", "rms_norm_eps": NaN}', "rms_norm_eps is nan, with which no norm"),
     "infinite eps": ('{"model_type": "llama", "rms_norm_eps": 1e999}', "rms_norm_eps is inf, with which no norm"),

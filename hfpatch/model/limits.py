@@ -11,12 +11,13 @@ from hfpatch.errors import InputError
 
 LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"(^|_)(layers|depths?|blocks|stages|cycles|loops)$|(^|_)n_layer$"), 1_500),
+    (re.compile(r"heads?(_kv)?$"), 10_000),
     (re.compile(r"(experts|codebooks|quantizers)$"), 100_000),
     (re.compile(r"size|dim|vocab|channels|d_model|d_ff|positions?(_|$)|embeddings|^n_(embd|ctx|inner)$"), 100_000_000),
     (re.compile(r"^(n|num)_"), 1_000_000),
 )
 """(config keys, largest value), the first match counts. Layers and the like are built one by one, and `num_labels`
-becomes a dictionary; other sizes cost nothing on meta, but overflow."""
+becomes a dictionary; a plan tries attention with so many heads; other sizes cost nothing on meta, but overflow."""
 
 _AT_LEAST = {"vocab_size": 1, "hidden_size": 1, "d_model": 1, "n_embd": 1, "num_hidden_layers": 0}
 """Smallest values: below these a class builds an empty model without an error."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import printable
+from hfpatch.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
