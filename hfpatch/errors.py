@@ -21,13 +21,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from hfpatch.printable import printable as _printable  # it is no name of this public module
+
 
 class HfpatchError(Exception):
     """Base class of the exceptions that hfpatch raises. `code` names the kind, for scripts: a key of
-    `hfpatch.codes.ERRORS`.
+    `hfpatch.codes.ERRORS`. The message is one line, whatever names from files it quotes.
     """
 
     code: ClassVar[str] = "error"
+
+    def __str__(self) -> str:
+        return _printable(super().__str__(), lines=False)
 
 
 class InputError(HfpatchError, ValueError):
@@ -53,7 +58,8 @@ class UnknownPatchError(InputError, KeyError):
 
     code = "unknown-patch"
 
-    __str__ = Exception.__str__  # KeyError would print the repr of the sentence
+    def __str__(self) -> str:
+        return _printable(Exception.__str__(self), lines=False)  # KeyError would print the repr of the sentence
 
 
 class NoEmbeddingError(InputError, LookupError):
@@ -113,4 +119,4 @@ class GuardStop(HfpatchError):  # noqa: N818 - a decision, as StopIteration is
         self.history = history
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return _printable(str(self.args[0]))

@@ -20,7 +20,7 @@ def test_mutations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.failed == []
     assert (found.mutations, found.tracebacks, found.hangs, found.memory_over_1_gb, found.code_run) == (COUNT, *[0] * 4)
     assert found.refused + found.taken == COUNT
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 def test_a_number_makes_the_same_mutation_again(tmp_path: Path) -> None:

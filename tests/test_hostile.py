@@ -24,21 +24,24 @@ from hfpatch.blackbox import folder, read_bundle
 from hfpatch.cli.common import CHARACTERS, read_text
 from hfpatch.errors import InputError
 from hfpatch.guarding.checking.settings import read_settings, settings_file
-from hfpatch.lab.tiny import tiny_model
+from hfpatch.lab.tiny import tiny_config
 from hfpatch.model.source import build_on_meta, load_config
 from hfpatch.scanning.scan import scan
 from hfpatch.tracing.checkpoint import load_model
 from hfpatch.untrusted.ordinary import read_ordinary
 from tests.conftest import ROOT, Ran
-from tests.hostile import doors, traps
+from tests.hostile import doors, fuzz, process, traps
 from tests.test_replay_cli import poisoned, skipped
 from tests.test_trace_cli import save, tiny
 
 SECONDS = 60
 FROM_A_CONFIG = ("inspect", "plan", "check")
 WITH_WEIGHTS: dict[str, tuple[str, ...]] = {
-    "trace": (), "verify": (), "doctor": (), "plan": ("--text", "README.md"), "compare": ("HEALTHY",),
+    "trace": ("MODEL", "--device", "cpu"), "verify": ("MODEL",), "doctor": ("MODEL", "--device", "cpu"),
+    "plan": ("MODEL", "--text", "README.md"), "compare": ("MODEL", "HEALTHY"), "scan": ("MODEL",),
+    "replay": ("BUNDLE", "--model", "MODEL", "--device", "cpu"),
 }  # fmt: skip
+"""The words of a command, where those in capitals stand for folders."""
 Here = Callable[..., Ran]
 
 
@@ -132,15 +135,12 @@ def test_a_config_has_nothing_run_by_a_verb(
 @pytest.mark.slow
 @pytest.mark.parametrize("door", [*doors.MODEL, *doors.WEIGHTS])
 def test_a_checkpoint_has_nothing_run(
-    door: str, model: Path, healthy: Path, here: Here, sprung: Callable[[], list[str]]
+    door: str, model: Path, healthy: Path, bundle: Path, here: Here, sprung: Callable[[], list[str]]
 ) -> None:
     (doors.MODEL | doors.WEIGHTS)[door](model)
+    folders = {"MODEL": model, "HEALTHY": healthy, "BUNDLE": bundle}
     for verb, words in WITH_WEIGHTS.items():
-        others = [healthy if word == "HEALTHY" else word for word in words]
-        told(here, verb, model, *others, "--device", "cpu") if verb in ("trace", "doctor") else told(
-            here, verb, model, *others
-        )
-    told(here, "scan", model)
+        told(here, verb, *(folders.get(word, word) for word in words))
     assert sprung() == []
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_has_nothing_run(
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("bundles")
     ids = torch.arange(12)[None] % 64
-    return skipped(tiny_model("llama").train(), place, poisoned(tiny_model("llama"), ids))
+    return skipped(tiny().train(), place, poisoned(tiny(), ids))
 
 
 @pytest.mark.parametrize("door", doors.ADAPTERS)
@@ -162,6 +162,19 @@ def test_an_adapter_has_nothing_run(
     doors.edit(place, "adapter_config.json", base_model_name_or_path=str(model), **doors.ADAPTERS[door])
     assert "adapter_config.json" in here("replay", bundle, "--model", place, code=2).sentence
     assert "adapter_config.json" in here("scan", place, "--model", model, code=2).sentence
+    assert sprung() == []
+
+
+@pytest.mark.parametrize("door", doors.MODEL)
+def test_a_proof_is_of_a_name(
+    door: str, model: Path, here: Here, sprung: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not of a checkpoint, even in the folder of one."""
+    doors.MODEL[door](model)
+    monkeypatch.chdir(model)
+    told = here("prove", "fp16-residual-overflow", "--architecture", model, code=2).sentence
+    assert "no tiny model of it can be built here" in told
+    assert "no patch" in here("prove", model, code=2).sentence
     assert sprung() == []
 
 
@@ -184,7 +197,27 @@ def test_a_config_is_an_ordinary_file(name: str, kind: str, model: Path) -> None
     if name == "config.5.0.0.json":
         doors.second_file()(model)
     doors.special(model, kind, name)
-    with pytest.raises(InputError, match=r"ordinary file|68,719,476,736|no config\.json"):
+    with pytest.raises(InputError, match=r"not an ordinary file|68,719,476,736"):
+        load_config(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [("bert", "type_vocab_size"), ("t5", "relative_attention_num_buckets"), ("mamba", "conv_kernel")],
+)
+def test_a_plan_builds_nothing_of_an_absurd_size(architecture: str, key: str, tmp_path: Path) -> None:
+    """A plan runs tiny models with values of the config; these made models of gigabytes."""
+    doors.edit(tmp_path, "config.json", **{**tiny_config(architecture).to_dict(), key: 20_000_000})
+    model = build_on_meta(load_config(tmp_path))
+    before = fuzz.peak(again=True)
+    hfpatch.plan(model)
+    assert fuzz.peak() - before < 2**28
+
+
+def test_a_link_to_itself_is_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to("config.json")
+    with pytest.raises(InputError, match="what has this name is not an ordinary file"):
         load_config(model)
 
 
@@ -322,10 +355,10 @@ def test_an_ordinary_file_is_read_whole_and_no_larger_one(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_kernels_package_that_is_installed_is_not_asked(healthy: Path, tmp_path: Path) -> None:
+def test_a_kernels_package_that_is_installed_is_not_asked(healthy: Path, bundle: Path, tmp_path: Path) -> None:
     """In a process that really has one: transformers decides by its metadata, once."""
     site = traps.install(tmp_path / "site", import_utils.KERNELS_MIN_VERSION)
-    command = [sys.executable, "-m", "tests.hostile.process", str(healthy), str(tmp_path / "work")]
+    command = [sys.executable, "-m", "tests.hostile.process", *map(str, (healthy, bundle, tmp_path / "work"))]
     path = os.pathsep.join([str(ROOT), str(site)])
     ran = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, cwd=ROOT
@@ -335,4 +368,4 @@ def test_a_kernels_package_that_is_installed_is_not_asked(healthy: Path, tmp_pat
     assert found["kernels"] is True, "transformers sees the package"
     assert found["control"], "asked by transformers itself, the trap is sprung"
     assert found["sprung"] == {}
-    assert found["cases"] == len(doors.MODEL) * 4
+    assert found["cases"] == len(doors.MODEL) * len(process.VERBS)

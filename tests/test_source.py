@@ -110,7 +110,7 @@ ABSURD: dict[str, tuple[object, str]] = {
     "layers": (llama(num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000"),
     "layers of a config that lists them": ({"model_type": "qwen2", "num_hidden_layers": 10**9}, "num_hidden_layers is"),
     "infinite layers": ('{"model_type": "llama", "num_hidden_layers": 1e999}', "num_hidden_layers is inf"),
-    "old key": ({"model_type": "gpt2", "n_layer": 20_000}, "n_layer is 20,000, more than any model has (limit 10,000)"),
+    "old key": ({"model_type": "gpt2", "n_layer": 20_000}, "n_layer is 20,000, more than any model has (limit 1,500)"),
     "vocabulary": (llama(vocab_size=10**12), "vocab_size is 1,000,000,000,000"),
     "width": (llama(hidden_size=10**9), "hidden_size is 1,000,000,000"),
     "experts": ({"model_type": "mixtral", "num_local_experts": 10**9}, "num_local_experts is"),
@@ -119,6 +119,10 @@ ABSURD: dict[str, tuple[object, str]] = {
         {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
         "text_config.num_hidden_layers is",
     ),
+    "heads": (llama(num_attention_heads=10**6), "num_attention_heads is 1,000,000, more than any model has"),
+    "no width": (llama(hidden_size=0), "hidden_size is 0; want at least 1"),
+    "no number as eps": ('{"model_type": "llama", "rms_norm_eps": NaN}', "rms_norm_eps is nan, with which no norm"),
+    "infinite eps": ('{"model_type": "llama", "rms_norm_eps": 1e999}', "rms_norm_eps is inf, with which no norm"),
     "vision depths": ({"model_type": "swin", "depths": [2, 10**9]}, "depths is 1,000,000,000"),
 }
 

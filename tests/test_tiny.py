@@ -210,3 +210,15 @@ print(most - held, done - imported)
     megabytes, calls = map(float, done.stdout.split())
     assert megabytes < 200
     assert calls < 400_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"conv_kernel": 99_999_999}, "conv_kernel=99,999,999 is not tiny; want at most 1,048,576"),
+        ({"conv_kernel": 500_000, "intermediate_size": 500_000}, "weights, more than a tiny model has"),
+    ],
+)
+def test_a_model_that_would_not_be_tiny_is_not_built(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_model("mamba", **overrides)

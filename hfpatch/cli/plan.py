@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +18,7 @@ from hfpatch.cli.common import (
     show,
 )
 from hfpatch.errors import InputError
+from hfpatch.report.sheet import say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,12 +67,12 @@ def plan(
         built, only=only, include=include, exclude=exclude, compute_dtype=compute_dtype, trust=trust, batch=batch
     )
     if save:
-        print(f"hfpatch: kept in {made.keep()}: later plans of these weights decide with it", file=sys.stderr)
+        say([f"hfpatch: kept in {made.keep()}: later plans of these weights decide with it"])
     beside = manifest_beside(model)
     show(made, json)
     if beside is not None:
         again = ", ".join(beside.again) or "no patch"
-        print(f"hfpatch: a manifest lies beside the weights; hfpatch.load(DIR) applies {again} again", file=sys.stderr)
+        say([f"hfpatch: a manifest lies beside the weights; hfpatch.load(DIR) applies {again} again"])
 
 
 def _built(name: str, text: str | None, tokens: int, *, trust_remote_code: bool) -> tuple[nn.Module, Any]:

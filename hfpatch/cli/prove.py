@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from hfpatch.cli.common import Json, quiet_transformers, show
 from hfpatch.errors import InputError
 from hfpatch.patching.language import ANY
+from hfpatch.report.sheet import say
 
 if TYPE_CHECKING:
     from hfpatch.patching.proofs.proof import Proof
@@ -59,4 +59,4 @@ def prove(
     if write:
         path = shelf.beside(entry.file)
         shelf.write(path, shelf.merged(found, shelf.shipped(entry.file), names))
-        print(f"hfpatch: {path}: {len(found)} proofs written", file=sys.stderr)
+        say([f"hfpatch: {path}: {len(found)} proofs written"])

@@ -30,6 +30,7 @@ from hfpatch.lab.composites_lora import (
 )
 from hfpatch.lab.composites_modulation import gated, modulated, trained_modulated
 from hfpatch.lab.shrink import shrunk
+from hfpatch.model.limits import numbers
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import peek
 
@@ -47,16 +48,30 @@ NOT_TINY: dict[str, str] = {
 """Architectures for which no tiny model can be built, with the reason."""
 
 
+MOST = 2**24
+"""Largest number of weights of a tiny model: most have a hundredth of it."""
+LARGEST = 2**20
+"""Largest number in the config of a tiny model: a run of it may pad its batch, or fill a table, to such a length."""
+WIDE = 256
+"""A config without a whole number above this describes few weights; they are not counted."""
+
+
 def tiny_config(architecture: str, **overrides: Any) -> Any:
     """Return a tiny config: in most architectures a vocabulary of 64, width 32, four text layers, two in each tower.
 
     Args:
         architecture: `config.model_type`.
-        overrides: Config values; of the text part if the config has several parts.
+        overrides: Config values, which may be those of a config that somebody else wrote; of the text part if the
+            config has several parts.
 
     Raises:
-        InputError: transformers has no such architecture.
+        InputError: transformers has no such architecture, or an override is a number that makes no tiny model.
     """
+    for name, _, value in numbers(overrides):
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise InputError(
+                f"architecture {architecture!r}: a model with {name}={value:,} is not tiny; want at most {LARGEST:,}"
+            )
     if architecture not in CONFIG_MAPPING:
         raise InputError(
             f"architecture {architecture!r}: transformers {transformers.__version__} has no such model_type"
@@ -110,10 +125,18 @@ def tiny_of_class(cls: Any, config: Any, seed: int = 0) -> PreTrainedModel:
         cls: The class, of transformers or another.
         config: Its config, or one that holds it: `tiny_config`.
         seed: Seed of the weights.
+
+    Raises:
+        InputError: It would have more weights than a tiny model.
     """
+    config = _of_class(cls, config)
+    if any(isinstance(value, int) and value > WIDE for _, _, value in numbers(config)):
+        count = sum(p.numel() for p in initial.without_weights(cls, config, torch.float32).parameters())
+        if count > MOST:
+            raise InputError(f"{cls.__name__}: its config describes {count:,} weights, more than a tiny model has")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return initial.built(cls, _of_class(cls, config), torch.float32, "eager").eval()
+        return initial.built(cls, config, torch.float32, "eager").eval()
 
 
 @contextmanager

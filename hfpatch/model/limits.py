@@ -10,27 +10,32 @@ from typing import Any
 from hfpatch.errors import InputError
 
 LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
-    (re.compile(r"(^|_)(layers|depths?|blocks|stages|cycles|loops)$|(^|_)n_layer$"), 10_000),
+    (re.compile(r"(^|_)(layers|depths?|blocks|stages|cycles|loops)$|(^|_)n_layer$"), 1_500),
+    (re.compile(r"heads?(_kv)?$"), 10_000),
     (re.compile(r"(experts|codebooks|quantizers)$"), 100_000),
     (re.compile(r"size|dim|vocab|channels|d_model|d_ff|positions?(_|$)|embeddings|^n_(embd|ctx|inner)$"), 100_000_000),
     (re.compile(r"^(n|num)_"), 1_000_000),
 )
 """(config keys, largest value), the first match counts. Layers and the like are built one by one, and `num_labels`
-becomes a dictionary; other sizes cost nothing on meta, but overflow."""
+becomes a dictionary; a plan tries attention with so many heads; other sizes cost nothing on meta, but overflow."""
 
-_AT_LEAST = {"vocab_size": 1, "num_hidden_layers": 0}
+_AT_LEAST = {"vocab_size": 1, "hidden_size": 1, "d_model": 1, "n_embd": 1, "num_hidden_layers": 0}
 """Smallest values: below these a class builds an empty model without an error."""
+
+_EPS = re.compile(r"(^|_)eps(ilon)?$")
 
 _SIZES = re.compile(r"(_size|_dim|_layers|_heads|_experts|^d_model|^n_embd|^n_head|^n_layer)$")
 
 
 def check_sizes(values: Mapping[str, Any], name: str) -> None:
-    """Reject a config if a size in it, or in a sub-config, is beyond the limits.
+    """Reject a config if a size in it, or in a sub-config, is beyond the limits, or an eps is not finite.
 
     Raises:
-        InputError: A size is too large or too small; the message has its key and value.
+        InputError: A size is too large or too small, or an eps is NaN or infinite; the message has its key and value.
     """
-    for path, key, value in _numbers(values):
+    for path, key, value in numbers(values):
+        if _EPS.search(key) and not -math.inf < value < math.inf:
+            raise InputError(f"{name}: {path} is {value}, with which no norm gives a number; correct the config")
         if value < _AT_LEAST.get(key, -math.inf):
             raise InputError(f"{name}: {path} is {value:,}; want at least {_AT_LEAST[key]}, correct the config")
         most = next((limit for keys, limit in LIMITS if keys.search(key)), math.inf)
@@ -50,7 +55,8 @@ def suspects(values: Mapping[str, Any], error: BaseException) -> Iterator[tuple[
             yield path, value
 
 
-def _numbers(values: Any) -> Iterator[tuple[str, str, float]]:
+def numbers(values: Any) -> Iterator[tuple[str, str, float]]:
+    """Yield (dotted path, key, value) of every number in a config, its sub-configs and lists."""
     return ((path, key, value) for path, key, value in _leaves(values) if not isinstance(value, str))
 
 

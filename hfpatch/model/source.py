@@ -259,8 +259,8 @@ def _config_file(name: str | Path) -> Path:
 def _suggestion(held: list[str]) -> str:
     if "adapter_config.json" in held:
         return "it holds a PEFT adapter: name the base model, or pass the loaded model"
-    if not held:
-        return "it is empty"
+    if CONFIG in held or not held:
+        return "what has this name is not an ordinary file" if held else "it is empty"
     shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
     return f"it holds {shown}: name the directory of a saved model, or its {CONFIG}"
 

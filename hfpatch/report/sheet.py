@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -66,7 +68,7 @@ class Shown(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Sheet(Shown):
-    """Rows under headings, with a title above and notes below; every cell is text.
+    """Rows under headings, with a title above and notes below; every cell is text, and safe to print.
 
     A cell that is a key of `STYLES` is coloured in a terminal. The columns named in `wide` share the free width and are
     wrapped; the others are never wrapped. A word of code is never broken, because it is there to be copied: if it does
@@ -81,6 +83,14 @@ class Sheet(Shown):
     notes: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     folded: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "title": printable(self.title),
+            "rows": tuple(tuple(map(printable, row)) for row in self.rows),
+            "notes": tuple(map(printable, self.notes)),
+        }.items():
+            object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return title, columns, rows and notes."""
@@ -229,7 +239,7 @@ def say(lines: Iterable[str]) -> None:
         return
     notebook = type(sys.stderr).__module__ == "ipykernel.iostream"  # which shows stderr as a red box
     for line in lines:
-        print(line, file=sys.stdout if notebook else sys.stderr)
+        print(printable(line), file=sys.stdout if notebook else sys.stderr)
 
 
 def rank() -> int:

@@ -28,6 +28,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 import yaml
@@ -36,13 +37,15 @@ from safetensors.torch import save_file
 from hfpatch.blackbox import folder as bundles
 from hfpatch.blackbox.box import BlackBox
 from hfpatch.blackbox.bundle import read_bundle
+from hfpatch.cli.inspect import Inspected
 from hfpatch.errors import HfpatchError
+from hfpatch.foretold import inspect
 from hfpatch.guarding.checking.settings import read_settings, settings_file
 from hfpatch.guarding.guard import Guard
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.model.source import build_on_meta, load_config
 from hfpatch.model.survey import Survey
-from hfpatch.patching.apply import apply
+from hfpatch.patching.apply import apply, plan
 from hfpatch.patching.manifest import file as manifests
 from hfpatch.patching.status import status
 from hfpatch.patching.undo import revert
@@ -56,7 +59,9 @@ from tests.hostile import doors, mutate, traps
 from tests.interrupts import speech
 
 SECONDS = 10
-"""Limit of a case; more is a hang."""
+"""Limit of a case in processor time; more is a hang."""
+WAITING = 6
+"""How many times as long a case may take by the clock: others use the machine too, but a case that waits is a hang."""
 MOST = 2**30
 """Bytes of memory that a case may add."""
 SHOWN = 10
@@ -96,13 +101,32 @@ def models() -> tuple[dict[str, Any], ...]:
     return tuple(tiny_model(name).config.to_dict() for name in names)  # type: ignore[operator]
 
 
+ABSURD = (
+    0, 1, -1, -64, 3, 7, 1_500, 4_097, 10**5, 10**6, 99_999_999, 2**31, 2**40, 10**30, 0.5, -0.5, 1e308, 1e-320,
+    float("nan"), float("inf"), "float8_e4m3fn", "int8", "complex64", "float16", "uint4", "nonsense", "eager", "relu",
+    "linear", "yarn", "sliding_attention", "bert", "\x1b[31mred", "a\nb",
+)  # fmt: skip
+"""Sizes, dtypes and kinds that a config may say."""
+PLANNED = 0.25
+"""Share of the configs that are built whose model is inspected and planned too; a plan may have to run a proof."""
+LONG_PROOF = "whisper"
+"""An architecture whose proof takes half a minute by itself, so its models are not planned here."""
+
+
 def config(place: Path, chance: Random) -> None:
+    """A config that is mutated, or one of the same types with absurd values; what it describes is built and planned."""
     base = chance.choice(models())
     if chance.random() < 0.2:
         base = {**base, "configuration_files": ["config.5.0.0.json"]}
         (place / "config.5.0.0.json").write_bytes(mutate.json_of(chance.choice(models()), chance))
-    (place / "config.json").write_bytes(mutate.json_of(base, chance))
-    build_on_meta(load_config(place))
+    raw = mutate.json_of(base, chance)
+    if chance.random() < 0.5:
+        raw = json.dumps(mutate.like_of(base, ABSURD, chance)).encode()
+    (place / "config.json").write_bytes(raw)
+    model = build_on_meta(load_config(place))
+    if chance.random() < PLANNED and model.config.model_type != LONG_PROOF:
+        found = Inspected(inspect(model), plan(model), None)
+        str(found), json.dumps(found.to_dict(), allow_nan=False)
 
 
 @cache
@@ -309,33 +333,34 @@ def run(kind: str, count: int, first: int = 0) -> Counts:
     for made in (models, weights, saved, trained, measured, manifested):
         made()
     found, began = Counts(), time.perf_counter()
-    was = signal.signal(signal.SIGALRM, _end)
+    was = {each: signal.signal(each, _end) for each in (signal.SIGALRM, signal.SIGPROF)}
     with tempfile.TemporaryDirectory(prefix="hfpatch-fuzz-") as top, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(first, first + count):
             place = Path(top) / "case"
             place.mkdir()
-            before = _peak(again=True)
+            before = peak(again=True)
             with traps.armed(Path(top) / "notes") as sprung:
                 wrong = _case(KINDS[kind], place, Random(f"{kind} {number}"), found)  # noqa: S311 - a seed, no secret
             if sprung:
                 found.code_run += 1
                 wrong = wrong or sprung[0]
-            if (grown := _peak() - before) > MOST:
+            if (grown := peak() - before) > MOST:
                 found.memory_over_1_gb += 1
                 wrong = wrong or f"memory grew by {grown:,} bytes"
             if wrong and len(found.failed) < SHOWN:
                 found.failed.append(f"{number}: {wrong}")
             found.mutations += 1
             shutil.rmtree(place)
-    signal.signal(signal.SIGALRM, was)
+    for each, handler in was.items():
+        signal.signal(each, handler)
     found.seconds = round(time.perf_counter() - began, 1)
     return found
 
 
 def _case(read_it: Callable[[Path, Random], object], place: Path, chance: Random, found: Counts) -> str:
     """Read a mutation under the time limit, count what came of it, and return what is wrong; empty if nothing is."""
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    _limit(SECONDS)
     try:
         read_it(place, chance)
         found.taken += 1
@@ -353,15 +378,21 @@ def _case(read_it: Callable[[Path, Random], object], place: Path, chance: Random
         at = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error!s:.200} ({Path(at.filename).name}:{at.lineno})"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit(0)
     return ""
+
+
+def _limit(seconds: float) -> None:
+    """Raise a `HangError` after this processor time, or much more by the clock; 0 for no limit."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds * WAITING)
 
 
 def _end(_: int, __: FrameType | None) -> None:
     raise HangError
 
 
-def _peak(*, again: bool = False) -> int:
+def peak(*, again: bool = False) -> int:
     """Return the largest resident memory of the process in bytes; `again` starts to look for it anew (on Linux)."""
     try:
         if again:
@@ -404,7 +435,8 @@ def table(found: dict[str, Counts]) -> str:
 
 
 def prepare() -> None:
-    """Make a process ready: the module that nobody may import is on its path."""
+    """Make a process ready: the module that nobody may import is on its path, and proofs are kept for this run only."""
+    huggingface_hub.constants.HF_ASSETS_CACHE = tempfile.mkdtemp(prefix="hfpatch-fuzz-")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     sys.path.insert(0, str(traps.install(Path(tempfile.mkdtemp(prefix="hfpatch-fuzz-")))))
