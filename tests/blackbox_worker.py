@@ -1,6 +1,6 @@
-"""One rank of a guarded training with a black box; started by `launch` of test_guard_ranks.py.
+"""One rank of a guarded training with a black box; started by `launch` of ranks.py.
 
-    torchrun --nproc-per-node N blackbox_worker.py MODE FOLDER
+    torchrun --nproc-per-node N -m tests.blackbox_worker MODE FOLDER
 
 The last rank alone meets a bad batch. Each rank writes FOLDER/rank.json with what it was told.
 """

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 OVERFLOWING = {"*post_feedforward_layernorm.weight": 24000.0}
 
 
-STARTS = ("launch(", "process(", "subprocess.", "run(script")
+STARTS = ("launch(", "process(", "python(", "subprocess.", "run(script")
 """What stands in a test that starts other processes."""
 SLOW = ("ranks", "packaging", "notebooks", "heatmap", "foreign_hooks", "readme", "guard_ruin", "lifecycle")
 """Test files that start processes, draw pictures or go through every wrapper: `make quick` leaves them out."""
@@ -75,6 +75,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()  # what could be collected is frozen too: to look for it takes longer than it is worth
+        gc.set_threshold(20_000, 20, 20)  # a copy of a model makes thousands of objects that stay
         gc.enable()
 
 

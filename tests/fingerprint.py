@@ -39,10 +39,14 @@ def tensor(value: torch.Tensor) -> tuple[Any, ...]:
 def fingerprint(model: nn.Module) -> dict[str, Any]:
     """Classes, `__dict__` keys in order and values, tensors by bytes and identity, hooks, config."""
     out: dict[str, Any] = {}
+    classes: dict[type, list[str]] = {}
+    configs: dict[int, tuple[str, Any]] = {}  # most modules share one, and its text takes longest
     for path, module in model.named_modules():
         plain = {k: v for k, v in module.__dict__.items() if k not in OWN}
+        if (cls := type(module)) not in classes:
+            classes[cls] = sorted(k for k in vars(cls) if not k.startswith("__") and k != MEMO)
         out[path] = {
-            "class": (id(type(module)), sorted(k for k in vars(type(module)) if not k.startswith("__") and k != MEMO)),
+            "class": (id(cls), classes[cls]),
             "keys": list(module.__dict__),
             "values": {
                 k: repr(v) if isinstance(v, (int, float, str, bool, type(None))) else id(v) for k, v in plain.items()
@@ -55,5 +59,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         }
         config = getattr(module, "config", None)
         if hasattr(config, "to_dict"):
-            out[path]["config"] = (id(config), repr(config.to_dict()), config._attn_implementation)
+            if id(config) not in configs:
+                configs[id(config)] = repr(config.to_dict()), config._attn_implementation
+            out[path]["config"] = (id(config), *configs[id(config)])
     return out

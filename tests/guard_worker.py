@@ -1,6 +1,6 @@
-"""One rank of a guarded training; started by `launch` of test_guard_ranks.py.
+"""One rank of a guarded training; started by `launch` of ranks.py.
 
-    torchrun --nproc-per-node N guard_worker.py MODE FOLDER
+    torchrun --nproc-per-node N -m tests.guard_worker MODE FOLDER
 
 Each rank writes FOLDER/rank.json: the outcome of each step as text, the norms, and a digest of the weights.
 """

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from hfpatch.patching.kinds.in_float32.set_buffer import SetBuffer
 from hfpatch.patching.kinds.map_output import MapOutput
 from hfpatch.patching.kinds.set_tensor import SetTensor
 from hfpatch.patching.manifest.changes import KINDS
+from tests.processes import python
 
 Order = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -255,7 +254,7 @@ def in_a_new_process(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder) / name) for name in ("model.pt", "logits.pt")]
         torch.save((model, ids), files[0])
-        done = subprocess.run([sys.executable, "-c", LOADS, *files], capture_output=True, text=True, check=False)
+        done = python("-c", LOADS, *files)
         assert done.returncode == 0, done.stderr
         return torch.load(files[1])
 

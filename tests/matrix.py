@@ -30,7 +30,7 @@ import hfpatch
 from hfpatch.errors import HfpatchError
 from hfpatch.patching import registry
 from hfpatch.patching.verifying.proving import repros
-from hfpatch.patching.verifying.trial import build
+from hfpatch.patching.verifying.trial import model_of
 from tests.cells import Outcome, call, through
 from tests.fingerprint import fingerprint
 from tests.interrupts import SUBJECTS, trials
@@ -195,7 +195,7 @@ def patch_row(patch_id: str) -> Cell:
     case = next((c for c in repros(entry) if c.device == "cpu"), None)
     if case is None:
         return Cell(patch_id, "nothing", "before", "not run", f"{entry.patch.repros[0]}: needs a GPU")
-    model = build(case).model
+    model = model_of(case)
     before = fingerprint(model)
     others = [name for name in registry.entries() if name not in {patch_id, *entry.patch.needs}]
     fix = hfpatch.apply(model, include=patch_id, exclude=others, verbose=False)

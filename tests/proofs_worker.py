@@ -1,4 +1,4 @@
-"""One rank that plans a model of which no shipped proof says anything; started by `launch` of test_guard_ranks.py.
+"""One rank that plans a model of which no shipped proof says anything; started by `launch` of ranks.py.
 
 Each rank writes FOLDER/rank.json: how it decided, and whether it ran the repros itself. MODE names the ranks that plan.
 """
@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from huggingface_hub import constants
+
+import hfpatch
+from hfpatch.lab.tiny import tiny_model
+from hfpatch.patching.proofs import lookup, prove
+from tests.guard_worker import leave
+
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK = int(os.environ["RANK"])
-os.environ["HF_ASSETS_CACHE"] = str(FOLDER / f"assets-{RANK}")  # before huggingface_hub is imported
-
-import torch.distributed as dist  # noqa: E402
-
-import hfpatch  # noqa: E402
-from hfpatch.lab.tiny import tiny_model  # noqa: E402
-from hfpatch.patching.proofs import lookup, prove  # noqa: E402
-from tests.guard_worker import leave  # noqa: E402
 
 ran: list[str] = []
 run = prove.prove
@@ -32,6 +32,7 @@ def noted(*given: Any) -> Any:
 
 
 def main() -> None:
+    constants.HF_ASSETS_CACHE = str(FOLDER / f"assets-{RANK}")  # each rank keeps its own proofs
     prove.prove = noted
     lookup.WAIT = 60 if MODE == "01" else 3
     dist.init_process_group("gloo")

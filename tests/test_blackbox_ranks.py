@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hfpatch.blackbox import Bundle, read_bundle
-from tests.test_guard_ranks import launch
+from tests.ranks import launch
 
 
 def ran(mode: str, folder: Path) -> tuple[list[dict[str, Any]], dict[int, list[Bundle]]]:
-    found = launch(mode, 2, folder, "blackbox_worker.py")
+    found = launch(mode, 2, folder, "blackbox_worker")
     assert all(f["kinds"] == ["stepped", "skipped", "skipped", "stepped"] for f in found)
     assert found[0]["digest"] == found[1]["digest"]
     by_rank: dict[int, list[Bundle]] = {0: [], 1: []}

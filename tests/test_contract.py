@@ -20,7 +20,7 @@ from hfpatch.patching import registry
 from hfpatch.patching.language import ANY, Case
 from hfpatch.patching.proofs.prove import most_error
 from hfpatch.patching.verifying.proving import repros, try_case
-from hfpatch.patching.verifying.trial import build
+from hfpatch.patching.verifying.trial import build, model_of
 from tests.lives import live
 
 SAMPLE = ("llama", "gemma3_text", "qwen2", "gpt2", "gemma3")
@@ -99,7 +99,7 @@ def test_life_of_each_kind_of_edit(entry: registry.Entry) -> None:
     """On the first architecture, of those that stand for others, in which the patch makes edits of a kind."""
     seen: set[tuple[type, type]] = set()
     for case in filter(sampled, (*lives(entry), *repros(entry))):
-        made = hfpatch.plan(build(replace(case, overflow=False)).model, only=entry.id)
+        made = hfpatch.plan(model_of(replace(case, overflow=False)), only=entry.id)
         kinds = {(type(edit.change), type(edit.after)) for edit in made.edits}
         if not kinds <= seen:
             lived(entry, case)
@@ -111,7 +111,7 @@ def test_life_of_each_kind_of_edit(entry: registry.Entry) -> None:
 
 def lived(entry: registry.Entry, case: Case) -> None:
     for each in (case, *(c for c in repros(entry) if c.architecture == case.architecture)):  # weights may decide
-        model = build(replace(each, overflow=False)).model
+        model = model_of(replace(each, overflow=False))
         made = hfpatch.plan(model, only=entry.id)
         if made.edits:
             break

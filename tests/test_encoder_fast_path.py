@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from hfpatch.lab.tiny import COMPOSITES, tiny_model
 from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.evaluating.fast_path import takes_fast_path
 from tests.fingerprint import fingerprint
+from tests.processes import python
 
 ID = "encoder-fast-path"
 TARGETS = r".*\.linear[12]"
@@ -229,8 +228,7 @@ class TestLife:
             "with torch.no_grad(): now = model(input_ids=ids).logits\n"
             "print(torch.allclose(now, want, atol=1e-6), *hfpatch.status(model).patches)\n"
         )
-        run = [sys.executable, "-c", script, str(tmp_path / "model.pt")]
-        out = subprocess.run(run, capture_output=True, text=True, check=True)
+        out = python("-c", script, str(tmp_path / "model.pt"))
         assert out.stdout.split() == ["True", ID]
 
     def test_one_that_was_undone_by_hand_is_made_again(self) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from hfpatch.lab.tiny import tiny_model
 from tests import foreign_hooks
-from tests.test_guard_ranks import ROOT
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.thorough

@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests import guard_worker as worker
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def launch(mode: str, ranks: int, folder: Path, script: str = "guard_worker.py") -> list[dict[str, Any]]:
-    """Run a worker on `ranks` processes; a deadlock ends in the timeout.
-
-    As torchrun does, which would be one more process that imports torch: the store is this process's, on a free port.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    env |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    command = [sys.executable, str(ROOT / "tests" / script), mode, str(folder)]
-    with ExitStack() as stack:
-        told = [stack.enter_context((folder / f"{rank}.stderr").open("w")) for rank in range(ranks)]
-        started = [
-            subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=told[r], stderr=told[r])
-            for r in range(ranks)
-        ]
-        try:
-            codes = [process.wait(timeout=240) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-    said = "\n".join((folder / f"{rank}.stderr").read_text()[-4000:] for rank in range(ranks))
-    assert codes == [0] * ranks, (codes, said)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+from tests.ranks import launch
 
 
 def reference(ranks: int) -> tuple[list[float], list[list[float]]]:

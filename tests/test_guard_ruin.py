@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from hfpatch.errors import GuardStop
 from hfpatch.guarding.callback import GuardCallback
 from hfpatch.guarding.guard import Guard
+from tests.ranks import launch
 from tests.test_guard import adamw, batches, loss_of, net
-from tests.test_guard_ranks import launch
 from tests.test_guard_trainer import trainer, untouched
 
 

@@ -15,8 +15,8 @@ from hfpatch.blackbox import BlackBox
 from hfpatch.errors import GuardStop, InputError
 from hfpatch.guarding.callback import GuardCallback
 from hfpatch.lab.tiny import tiny_model
+from tests.ranks import launch
 from tests.sampling import slow
-from tests.test_guard_ranks import launch
 
 ROWS = 16
 

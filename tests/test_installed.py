@@ -19,6 +19,7 @@ from hfpatch.lab.tiny import tiny_config
 from hfpatch.patching.registering import installed
 from hfpatch.patching.registering.installed import Offer, Package
 from hfpatch.patching.registering.patch_file import by_path
+from tests.processes import python
 
 pytestmark = pytest.mark.slow
 
@@ -122,10 +123,7 @@ class Site:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join([str(self.path), str(Path(__file__).parent.parent)])
-        env = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, *words], env=env, capture_output=True, text=True, timeout=120, check=False, cwd=self.path
-        )
+        return python(*words, env={"PYTHONPATH": paths, "COLUMNS": "200"}, cwd=self.path)
 
     def script(self, text: str) -> str:
         """What a script prints, with hfpatch and a tiny llama at hand."""

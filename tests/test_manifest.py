@@ -31,7 +31,7 @@ from hfpatch.patching.manifest import file as files
 from hfpatch.patching.manifest.file import FILE, TENSORS, read
 from hfpatch.patching.verifying.proving import repros
 from hfpatch.patching.verifying.sealed import checksum
-from hfpatch.patching.verifying.trial import build
+from hfpatch.patching.verifying.trial import build, model_of
 from hfpatch.testing import SpeechLLM, example_inputs
 from tests import interrupts
 from tests.fingerprint import fingerprint
@@ -180,7 +180,7 @@ class TestRoundTrip:
     def test_weights_scaled_in_place(self, tmp_path: Path) -> None:
         """A checkpoint with scaled weights needs the rest of the patch, and a revert of the loaded model unscales."""
         case = next(iter(repros(registry.get("rwkv-rescale"))))
-        model: Any = build(case).model
+        model: Any = model_of(case)
         model.eval()
         with torch.no_grad():
             model(**IDS)  # divides

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -28,6 +27,7 @@ from hfpatch.patching.kinds.map_output import Lost, MapOutput
 from hfpatch.patching.language import Case, Needed, Patch
 from tests import interrupts, matrix
 from tests.fingerprint import fingerprint
+from tests.processes import python
 from tests.sampling import some_quick
 from tests.wrapped import WITH_PACKAGES
 
@@ -271,14 +271,8 @@ class TestPickles:
         """
         root = str(Path(__file__).parent.parent)
         for name in ("with", "without", "with"):
-            done = subprocess.run(
-                [sys.executable, "-c", textwrap.dedent(script), name],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([root, str(tmp_path / name)]), "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=tmp_path,
-            )
+            path = os.pathsep.join([root, str(tmp_path / name)])
+            done = python("-c", textwrap.dedent(script), name, env={"PYTHONPATH": path}, cwd=tmp_path)
             assert done.returncode == 0, (name, done.stderr)
 
     def test_a_function_of_a_notebook(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_guard_ranks import launch
+from tests.ranks import launch
 
 PROVED = "applied: the residual stream is float16: it cannot hold more than 65,504; proved here, on a tiny gpt_neox"
 
@@ -21,7 +21,7 @@ PROVED = "applied: the residual stream is float16: it cannot hold more than 65,5
     ],
 )
 def test_who_proves(planning: str, running: list[bool], tmp_path: Path) -> None:
-    told = launch(planning, 2, tmp_path, "proofs_worker.py")
+    told = launch(planning, 2, tmp_path, "proofs_worker")
     assert [bool(rank["ran"]) for rank in told] == running
     for rank, said in enumerate(told):
         assert len(said["told"]) == (str(rank) in planning)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from hfpatch.patching.context import Context
 from hfpatch.patching.language import Case, Needed, NotNeeded, Patch, Verdict
 from hfpatch.patching.verifying.trial import Trial
 from tests.fingerprint import fingerprint
+from tests.processes import python
 
 ROOT = Path(__file__).parent.parent
 OURS = Path(patches.__path__[0]) / "shared" / "eps_alignment.py"
@@ -154,14 +153,7 @@ def test_a_model_in_another_process_can_be_asked_and_reverted(tiny: Any, tmp_pat
 
 def process(script: str, folder: Path) -> str:
     """What a script prints in a new process, in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-    )
+    done = python("-c", textwrap.dedent(script), env={"PYTHONPATH": str(ROOT)}, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

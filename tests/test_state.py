@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gzip
 import io
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, tiny_model
 from hfpatch.patching.record import Record, records_of
 from hfpatch.patching.writing import suspended
 from tests.fingerprint import fingerprint
+from tests.processes import python
 
 DATA = Path(__file__).parent / "data"
 FP16 = "fp16-residual-overflow"
@@ -557,9 +556,7 @@ def in_a_new_process(model: nn.Module, ids: torch.Tensor, folder: Path) -> dict[
     torch.save(model, folder / "model.pt")
     torch.save(ids, folder / "ids.pt")
     files = [str(folder / name) for name in ("model.pt", "ids.pt", "out.pt")]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OTHER_PROCESS), *files], capture_output=True, text=True, check=False
-    )
+    done = python("-c", textwrap.dedent(OTHER_PROCESS), *files)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / "out.pt")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_guard_ranks import launch
+from tests.ranks import launch
 
 
 def test_ddp(tmp_path: Path) -> None:
     """The forward pass of one rank overflows; the others meet what it sent them in their gradients."""
-    first, last = launch("ddp", 2, tmp_path, "trace_worker.py")
+    first, last = launch("ddp", 2, tmp_path, "trace_worker")
     assert first["steps"] == last["steps"] == [0, 1, 2]
     found = last["found"]
     assert (found["step"], found["phase"], found["operation"]) == (1, "forward", "power")
@@ -22,7 +22,7 @@ def test_ddp(tmp_path: Path) -> None:
 
 def test_sharded(tmp_path: Path) -> None:
     """A block with sharded parameters is not run again by one rank alone: the module is named, and why no more."""
-    first, last = launch("fsdp", 2, tmp_path, "trace_worker.py")
+    first, last = launch("fsdp", 2, tmp_path, "trace_worker")
     assert first["steps"] == last["steps"] == [0, 1, 2]
     found = last["found"]
     assert (found["step"], found["phase"]) == (1, "forward")
@@ -37,7 +37,7 @@ def test_sharded(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["ddp-last"])
 def test_on_one_rank_only(mode: str, tmp_path: Path) -> None:
-    first, last = launch(mode, 2, tmp_path, "trace_worker.py")
+    first, last = launch(mode, 2, tmp_path, "trace_worker")
     assert first == {"found": None, "steps": []}
     assert last["found"]["operation"] == "power"
 
@@ -45,7 +45,7 @@ def test_on_one_rank_only(mode: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_advice_is_tried_by_one_rank_alone(tmp_path: Path) -> None:
     """The model inside DDP is run again, so the rank that traces waits for no other."""
-    _, last = launch("ddp-overflow-last", 2, tmp_path, "trace_worker.py")
+    _, last = launch("ddp-overflow-last", 2, tmp_path, "trace_worker")
     assert last["found"]["module"] == "module.llm.model.layers.1"
     assert last["advice"] == ["tried on this call: finite: hfpatch.apply(model, only=['fp16-residual-overflow'])"]
     assert last["patches"] == []
@@ -53,5 +53,5 @@ def test_advice_is_tried_by_one_rank_alone(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_advice_is_not_tried_on_shards(tmp_path: Path) -> None:
-    for each in launch("fsdp-overflow", 2, tmp_path, "trace_worker.py"):
+    for each in launch("fsdp-overflow", 2, tmp_path, "trace_worker"):
         assert not any(line.startswith("tried") for line in each["advice"])

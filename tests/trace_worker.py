@@ -1,6 +1,6 @@
-"""One rank of a traced training; started by `launch` of test_guard_ranks.py.
+"""One rank of a traced training; started by `launch` of ranks.py.
 
-    torchrun --nproc-per-node N trace_worker.py MODE FOLDER
+    torchrun --nproc-per-node N -m tests.trace_worker MODE FOLDER
 
 Each rank writes FOLDER/rank.json: what it found, and its gradients' sum. The last rank's second batch overflows.
 """

@@ -102,10 +102,12 @@ def _floats(output: Any) -> Iterator[torch.Tensor]:
 @contextlib.contextmanager
 def apart() -> Generator[None]:
     """Run tiny models independently of the caller's contexts: with gradients, on the CPU, silently."""
+    cpu = torch.device("cpu")
+    elsewhere = torch.get_default_device() != cpu  # under this context each operation calls a function of Python
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
-        torch.device("cpu"),
+        cpu if elsewhere else contextlib.nullcontext(),
         torch.autocast("cpu", enabled=False),
         full_float32(),
         warnings.catch_warnings(),

@@ -160,14 +160,15 @@ def home(architecture: str) -> str:
     Of several, the one with the longest common prefix in the name.
     """
     known = architectures()
-    if architecture in known:
+    if architecture in known or architecture not in CONFIG_MAPPING:
         return architecture
-    holders = [n for n in known if n in CONFIG_MAPPING and architecture in _parts(CONFIG_MAPPING[n])]
 
     def alike(name: str) -> int:
         return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(name, architecture, strict=False))))
 
-    return max(holders, key=alike, default=architecture)
+    likeliest = sorted(known, key=alike, reverse=True)  # a config is imported when it is looked at
+    holders = (n for n in likeliest if n in CONFIG_MAPPING and architecture in _parts(CONFIG_MAPPING[n]))
+    return next(holders, architecture)
 
 
 def _parts(config: Any) -> set[str | None]:

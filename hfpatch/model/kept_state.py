@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ CACHES = "transformers.cache_utils"
 """The module of transformers whose classes are key-value caches and their layers."""
 
 _KNOWN = frozenset({"torch", "transformers", "peft", "accelerate", "hfpatch", "numpy", *sys.stdlib_module_names})
+
+_ATOMS = frozenset({str, int, float, bool, NoneType, FunctionType, MethodType, BuiltinFunctionType, torch.dtype})
+"""Classes of most values; they hold no state."""
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque, tuple})
+"""Classes of most containers: no dataclasses, and known before it is asked what is a tensor, which takes long."""
 
 Found = dict[int, tuple[Any, Any, str]]
 """Containers and tensors by id: each with a copy of its content, and the name of the attribute that holds it."""
@@ -65,7 +72,9 @@ def _all_restored(found: Found) -> list[str]:
     """Put everything back, tables before tensors; an interruption is raised when that is done."""
     names: list[str] = []
     interrupted: BaseException | None = None
-    for value, before, name in sorted(found.values(), key=lambda kept: isinstance(kept[0], torch.Tensor)):
+    for value, before, name in sorted(
+        found.values(), key=lambda kept: not isinstance(kept[0], (dict, list, set, deque))
+    ):
         try:
             names += _restored(value, before, name)
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -77,18 +86,19 @@ def _all_restored(found: Found) -> list[str]:
 
 
 def _look(value: Any, name: str, found: Found, depth: int, tensors: bool) -> None:
-    if id(value) in found or depth == 0:
+    if type(value) in _ATOMS or id(value) in found or depth == 0:
         return
-    if isinstance(value, torch.Tensor):
-        if tensors and not isinstance(value, nn.Parameter) and _copied(value):
-            found[id(value)] = value, value.detach().clone(), name
-        return
-    if isinstance(value, torch.Generator):
-        found[id(value)] = value, value.get_state(), name
-        return
-    if _holds_state(value):
-        tensors = tensors or bool(getattr(value, "is_compileable", False))  # such a cache is written to in place
-        value = value.__dict__
+    if type(value) not in _CONTAINERS:
+        if isinstance(value, torch.Tensor):
+            if tensors and not isinstance(value, nn.Parameter) and _copied(value):
+                found[id(value)] = value, value.detach().clone(), name
+            return
+        if isinstance(value, torch.Generator):
+            found[id(value)] = value, value.get_state(), name
+            return
+        if _holds_state(value):
+            tensors = tensors or bool(getattr(value, "is_compileable", False))  # such a cache is written to in place
+            value = value.__dict__
     if isinstance(value, dict):
         parts: Iterable[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, (list, set, deque, tuple)):
@@ -128,6 +138,18 @@ def _holds_state(value: Any) -> bool:
 
 def _restored(value: Any, before: Any, name: str) -> list[str]:
     """Put the content of a tensor or container back; return the names of what had been changed."""
+    if isinstance(value, dict):
+        if (
+            len(value) == len(before)
+            and all(map(is_, value, before))
+            and all(map(is_, value.values(), before.values()))
+        ):
+            return []
+        changed = [k for k in {**value, **before} if value.get(k, _restored) is not before.get(k, _restored)]
+        value.update(before)  # it is never empty in between: it may be the attributes of a module
+        for key in [key for key in value if key not in before]:
+            del value[key]
+        return [name or str(key) for key in changed]
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
             if bool(((value == before) | (value.isnan() & before.isnan())).all()):
@@ -139,12 +161,6 @@ def _restored(value: Any, before: Any, name: str) -> list[str]:
         same = torch.equal(value.get_state(), before)
         value.set_state(before)
         return [] if same else [name]
-    if isinstance(value, dict):
-        changed = [k for k in {**value, **before} if value.get(k, _restored) is not before.get(k, _restored)]
-        value.update(before)  # it is never empty in between: it may be the attributes of a module
-        for key in [key for key in value if key not in before]:
-            del value[key]
-        return [name or str(key) for key in changed]
     if isinstance(value, set):
         same = value == before
         value.intersection_update(before)

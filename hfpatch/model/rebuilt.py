@@ -194,7 +194,7 @@ class Settings:
         return hash(self.text)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _built(
     cls: type[PreTrainedModel], settings: Settings, dtype: torch.dtype, paths: tuple[str, ...]
 ) -> dict[str, tuple[type, dict[str, torch.Tensor]]]:

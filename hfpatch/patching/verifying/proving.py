@@ -21,7 +21,7 @@ from hfpatch.patching.language import ANY, Patch
 from hfpatch.patching.registry import Entry
 from hfpatch.patching.verifying.case import Case
 from hfpatch.patching.verifying.need import measure
-from hfpatch.patching.verifying.trial import build, tiny_of
+from hfpatch.patching.verifying.trial import build, model_of, tiny_of
 from hfpatch.patching.writing import carry_out
 from hfpatch.report import Sheet, Shown
 
@@ -171,7 +171,7 @@ def attempt(
 
 
 def _try_negative(entry: Entry, case: Case) -> CaseResult:
-    made = plan_alone(entry, build(case).model, asked=False)
+    made = plan_alone(entry, model_of(case), asked=False)
     decided = "; ".join(f"{d.decided}: {d.reason}" for d in made.decisions)
     return CaseResult(entry.id, "left alone", str(case), not made.edits, decided)
 

@@ -238,6 +238,21 @@ def build(case: Case, make: Callable[[Case], nn.Module] = tiny_of) -> Trial:
     Raises:
         InputError: The case names an unknown architecture or composite, or a glob that matches nothing.
     """
+    llm, model = _whole(case, make)
+    master = nn.Module.to(copy.deepcopy(model), case.device).eval()
+    with torch.no_grad():
+        for parameter in master.parameters():
+            parameter.copy_(parameter.to(getattr(torch, case.dtype)))
+    return Trial(case, _as_run(case, llm, model), master)
+
+
+def model_of(case: Case, make: Callable[[Case], nn.Module] = tiny_of) -> nn.Module:
+    """Build the model of a case alone, as `build` does, without its reference."""
+    return _as_run(case, *_whole(case, make))
+
+
+def _whole(case: Case, make: Callable[[Case], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Return the language model of a case and the model that holds it, in float32."""
     llm = make(case)
     rescale(llm, case.scale, case.fill)
     if case.overflow and case.tower:
@@ -248,15 +263,14 @@ def build(case: Case, make: Callable[[Case], nn.Module] = tiny_of) -> Trial:
         branch_overflow(llm, inputs_of(llm, token_ids(case)))
     if case.inside is not None and case.inside not in COMPOSITES:
         raise InputError(f"Case(inside={case.inside!r}): no such composite; there are: {', '.join(COMPOSITES)}")
-    model: nn.Module = COMPOSITES[case.inside](llm) if case.inside else llm
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    master = nn.Module.to(copy.deepcopy(model), case.device).eval()
-    with torch.no_grad():
-        for parameter in master.parameters():
-            parameter.copy_(parameter.to(dtype))
-    nn.Module.to(model, case.device, dtype).eval()  # in place
+    return llm, COMPOSITES[case.inside](llm) if case.inside else llm
+
+
+def _as_run(case: Case, llm: nn.Module, model: nn.Module) -> nn.Module:
+    """Cast a model to a case's dtype, in place, and set its attention implementation; return it."""
+    nn.Module.to(model, case.device, getattr(torch, case.dtype)).eval()
     for module in llm.modules():
         if isinstance(module, PreTrainedModel):
             _keep_wide(module)
             choose(module.config, case.attention)
-    return Trial(case, model, master)
+    return model
