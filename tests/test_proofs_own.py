@@ -73,7 +73,7 @@ def test_a_class_that_hangs_or_ends_its_process(cls: Any, why: str, monkeypatch:
 
 @pytest.mark.slow
 def test_what_a_class_prints_is_no_answer_and_its_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "SECONDS", 60)
+    monkeypatch.setattr(own, "SECONDS", 300)
     found = decision(hfpatch.plan(made(own_models.Talks), prove="own"), STREAM)
     assert "proved here, on a tiny Talks" in found.reason
 
