@@ -6,6 +6,7 @@ import base64
 import hashlib
 import struct
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,11 @@ def tensors_seen(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
             flat, count = values.reshape(-1), min(each, values.numel())
             at = torch.arange(count, device=values.device) * values.numel() // count
             taken[name] = flat[at].to(torch.float32)
-    flat = torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else []
+    flat = iter(torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else [])
     out: list[list[Any]] = []
     for name, parameter in named:
         count = len(taken.get(name, ()))
-        packed = base64.b64encode(struct.pack(f"<{count}f", *flat[:count])).decode()
-        flat = flat[count:]
+        packed = base64.b64encode(struct.pack(f"<{count}f", *islice(flat, count))).decode()
         out.append([name, list(parameter.shape), dtype_name(parameter.dtype), packed])
     return out
 
