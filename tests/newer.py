@@ -29,6 +29,8 @@ SUM = r"hidden_states = (residual) \+ (hidden_states_attention \+ hidden_states_
 CALL = r"(decoder_layer\()\n(\s+)hidden_states,"
 LAYER = r"(class \w+DecoderLayer\(.*?def forward\(\n\s+self,\n\s+)hidden_states(: torch\.Tensor,.*?\n\s+)(residual = )"
 MODEL = r"(class \w+Model\(\w+PreTrainedModel\):.*?super\(\)\.__init__\(config\)\n)"
+RETURN = r"(class \w+DecoderLayer\(.*?\n        return )hidden_states\n"
+CALLED = r"(hidden_states = decoder_layer\(\n.*?\n            \))\n"
 EAGER = r"(def eager_attention_forward\([^()]*\)[^\n]*:\n)"
 
 Rewrite = tuple[str, str]
@@ -60,6 +62,7 @@ DRIFTS: dict[str, tuple[Rewrite, ...]] = {
         (CALL, r"\1\n\2stream=hidden_states,"),
         (LAYER, r"\1*,\n        stream\2hidden_states = stream\n        \3"),
     ),
+    "the stream is a keyword of its own name": ((CALL, r"\1\n\2hidden_states=hidden_states,"),),
     "the stream comes in a tuple": (
         (CALL, r"\1\n\2(hidden_states, position_ids),"),
         (LAYER, r"\1packed\2hidden_states, _ = packed\n        \3"),
@@ -85,11 +88,23 @@ DRIFTS: dict[str, tuple[Rewrite, ...]] = {
     "the head is a product with its weight": (
         (r"logits = self\.lm_head\((.*?)\)\n", r"logits = nn.functional.linear(\1, self.lm_head.weight)\n"),
     ),
+    "a layer returns an output with names": (
+        (RETURN, r"\1BaseModelOutputWithPast(last_hidden_state=hidden_states)\n"),
+        (CALLED, r"\1.last_hidden_state\n"),
+    ),
+    "the norms are of a class of another name": ((r"(\w+)(?:RMSNorm|LayerNorm)\b", r"\1Rescaling"),),
+    "the eps of a norm has another name": ((r"self\.(?:variance_epsilon|eps)\b", "self.smallest"),),
+    "the attention interface is looked up by another name": ((r"\bget_interface\b", "interface_for"),),
+    "the head has another name": ((r"\blm_head\b", "output_map"),),
     "the rotary table has another name": TABLE,
     "the rotary table has another name, and the loader knows it": TABLE,
 }  # fmt: skip
 """What a release may do to its code -> regular expressions and what they become, in each file that has them."""
-SHARED = {"the rotary table has another name, and the loader knows it": ("modeling_utils", "modeling_rope_utils")}
+SHARED = {
+    "the attention interface is looked up by another name": ("modeling_utils",),
+    "the head has another name": ("modeling_utils",),
+    "the rotary table has another name, and the loader knows it": ("modeling_utils", "modeling_rope_utils"),
+}
 """Drift -> the modules of all architectures that it changes too."""
 
 

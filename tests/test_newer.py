@@ -22,10 +22,12 @@ REFUSED = {
     "the stream gets the dtype of the branch": {STREAM, BRANCH},
     "a norm computes in the dtype of its weight": {STREAM, BRANCH},
     "the stream is a keyword of another name": {TOWER},
+    "the stream is a keyword of its own name": {TOWER},
     "the stream comes in a tuple": {STREAM, BRANCH, TOWER},
     "the attention interface gets no scaling": {LOGITS},
     "the attention interface returns a tensor alone": {LOGITS},
     "the attention interface gets the mask by another name": {LOGITS},
+    "a layer returns an output with names": {BRANCH, TOWER},
     "the rotary table has another name": {BUFFERS},
 }
 """The patches that cannot hold after a drift, on some architecture."""
