@@ -15,7 +15,7 @@ from hfpatch.model.source import REJECTIONS, load_config, model_class
 from hfpatch.model.wrapping import unwrapped
 from hfpatch.patching.apply import apply
 from hfpatch.patching.kinds.attention_names import STOCK
-from hfpatch.patching.manifest.file import FILE, Manifest, read
+from hfpatch.patching.manifest.file import Manifest, missing, read
 from hfpatch.tracing.checkpoint import folder_of, load_model, reason
 from hfpatch.untrusted.adapter_config import CONFIG, read_adapter_config
 
@@ -62,10 +62,7 @@ def load(
     folder = there if adapted else folder_of(name, load_config(name))
     manifest = read(folder)
     if manifest is None:
-        raise InputError(
-            f"load: {name} holds no {FILE}, which applied.save(dir) writes beside a checkpoint; load the model with "
-            "transformers and call hfpatch.apply(model)"
-        )
+        raise InputError(f"load: {missing(name)}; load the model with transformers and call hfpatch.apply(model)")
     base = _base(there) if adapted else name
     chosen = manifest.attention.get("")
     usable = {*implementation.taken(model_class(load_config(base)))} & {*STOCK}

@@ -29,9 +29,16 @@ SUM = r"hidden_states = (residual) \+ (hidden_states_attention \+ hidden_states_
 CALL = r"(decoder_layer\()\n(\s+)hidden_states,"
 LAYER = r"(class \w+DecoderLayer\(.*?def forward\(\n\s+self,\n\s+)hidden_states(: torch\.Tensor,.*?\n\s+)(residual = )"
 MODEL = r"(class \w+Model\(\w+PreTrainedModel\):.*?super\(\)\.__init__\(config\)\n)"
+RETURN = r"(class \w+DecoderLayer\(.*?\n        return )hidden_states\n"
+CALLED = r"(hidden_states = decoder_layer\(\n.*?\n            \))\n"
 EAGER = r"(def eager_attention_forward\([^()]*\)[^\n]*:\n)"
 
 Rewrite = tuple[str, str]
+TABLE: tuple[Rewrite, ...] = (
+    (r"\b(\w*?_?)original_inv_freq\b", r"\1first_frequencies"),
+    (r"\binv_freq\b", "frequencies"),
+    (r"_type\}_inv_freq\b", "_type}_frequencies"),
+)
 DRIFTS: dict[str, tuple[Rewrite, ...]] = {
     "a release alone": (),
     "the residual add is reordered": (
@@ -55,6 +62,7 @@ DRIFTS: dict[str, tuple[Rewrite, ...]] = {
         (CALL, r"\1\n\2stream=hidden_states,"),
         (LAYER, r"\1*,\n        stream\2hidden_states = stream\n        \3"),
     ),
+    "the stream is a keyword of its own name": ((CALL, r"\1\n\2hidden_states=hidden_states,"),),
     "the stream comes in a tuple": (
         (CALL, r"\1\n\2(hidden_states, position_ids),"),
         (LAYER, r"\1packed\2hidden_states, _ = packed\n        \3"),
@@ -80,13 +88,24 @@ DRIFTS: dict[str, tuple[Rewrite, ...]] = {
     "the head is a product with its weight": (
         (r"logits = self\.lm_head\((.*?)\)\n", r"logits = nn.functional.linear(\1, self.lm_head.weight)\n"),
     ),
-    "the rotary table has another name": (
-        (r"\b(\w*?_?)original_inv_freq\b", r"\1first_frequencies"),
-        (r"\binv_freq\b", "frequencies"),
-        (r"_type\}_inv_freq\b", "_type}_frequencies"),
+    "a layer returns an output with names": (
+        (RETURN, r"\1BaseModelOutputWithPast(last_hidden_state=hidden_states)\n"),
+        (CALLED, r"\1.last_hidden_state\n"),
     ),
+    "the norms are of a class of another name": ((r"(\w+)(?:RMSNorm|LayerNorm)\b", r"\1Rescaling"),),
+    "the eps of a norm has another name": ((r"self\.(?:variance_epsilon|eps)\b", "self.smallest"),),
+    "the attention interface is looked up by another name": ((r"\bget_interface\b", "interface_for"),),
+    "the head has another name": ((r"\blm_head\b", "output_map"),),
+    "the rotary table has another name": TABLE,
+    "the rotary table has another name, and the loader knows it": TABLE,
 }  # fmt: skip
 """What a release may do to its code -> regular expressions and what they become, in each file that has them."""
+SHARED = {
+    "the attention interface is looked up by another name": ("modeling_utils",),
+    "the head has another name": ("modeling_utils",),
+    "the rotary table has another name, and the loader knows it": ("modeling_utils", "modeling_rope_utils"),
+}
+"""Drift -> the modules of all architectures that it changes too."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +155,27 @@ def drift(name: str, folder: Path) -> list[str]:
     package = Path(importlib.util.find_spec("transformers").origin).parent
     files: dict[str, Path] = {}
     changed: list[str] = []
+    for module in SHARED.get(name, ()):
+        files |= _rewritten(name, package, module, folder)
     for architecture, where in FILES.items():
-        was = text = (package / "models" / where / f"modeling_{where}.py").read_text()
-        for old, new in DRIFTS[name]:
-            text = re.sub(old, new, text, flags=re.DOTALL)
-        if text != was:
-            file = folder / f"modeling_{where}.py"
-            file.write_text(text)
-            files[f"transformers.models.{where}.modeling_{where}"] = file
-        if text != was or not DRIFTS[name]:
+        found = _rewritten(name, package, f"models.{where}.modeling_{where}", folder)
+        if found or not DRIFTS[name]:
             changed.append(architecture)
+        files |= found
     sys.meta_path.insert(0, Newer(files))
     return changed
+
+
+def _rewritten(name: str, package: Path, module: str, folder: Path) -> dict[str, Path]:
+    """Write a module's text as a drift changes it, if it does; return the file by the module's name."""
+    was = text = package.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    for old, new in DRIFTS[name]:
+        text = re.sub(old, new, text, flags=re.DOTALL)
+    if text == was:
+        return {}
+    file = folder / f"{module}.py"
+    file.write_text(text)
+    return {f"transformers.{module}": file}
 
 
 def pretend(folder: Path) -> None:

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hfpatch
 import hfpatch.patching.kinds.choose_attention  # registers the implementations by name
 from hfpatch.errors import ConflictError, RefusedError, RevertError
 from hfpatch.lab.tiny import rescale, tiny_config, tiny_model
-from hfpatch.model.attention import attentions
+from hfpatch.model.attention import attentions, eager_function
 from hfpatch.model.survey import Survey
 from hfpatch.numerics import attention_functions as attention
 from hfpatch.numerics.attention_functions import differs_from_eager, fp32_logits_attention, sdpa_without_cudnn
@@ -696,3 +697,30 @@ def test_the_gpu_figures_that_explain_quotes_are_those_of_the_results() -> None:
     assert f"{min(slower):.1f} to {max(slower):.1f} times as long" in text
     rows = json.loads((folder / "attention_speed-4096-h100.json").read_text())["rows"]
     assert all(abs(r["time / stock"] - 1) < 0.01 for r in rows if r["way"] == "without cuDNN")
+
+
+class Now(nn.Module):
+    """Looks its implementation up as the installed release does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention_forward)(x)
+
+
+class Later(nn.Module):
+    """By a method of another name."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return ALL_ATTENTION_FUNCTIONS.interface_for("sdpa", eager_attention_forward)(x)
+
+
+class Never(nn.Module):
+    """As an attribute of the registry, which has none of that name (Kosmos-2.5's tower): it is always eager."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return getattr(ALL_ATTENTION_FUNCTIONS, "sdpa", eager_attention_forward)(x)
+
+
+def test_an_attention_that_looks_its_implementation_up_by_any_method_is_one() -> None:
+    assert eager_function(Now) is eager_attention_forward
+    assert eager_function(Later) is eager_attention_forward
+    assert eager_function(Never) is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import hfpatch
 from hfpatch.lab.example import example_inputs
@@ -279,6 +280,21 @@ class TestLeft:
         decision = decided(model)
         assert [e.slot for e in decision.edits] == ["buffer original_inv_freq"]
         assert "left: model.rotary_emb.inv_freq (its values are not in this process" in decision.reason
+
+    def test_a_table_that_the_loader_does_not_know_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a release in which it has another name: it was rounded, and no build tells what the loader leaves."""
+        monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda _self, _module: None)
+        model = tiny_model("llama", rms_norm_eps=3e-6).half()  # of no other test: builds are kept by config
+        decision = decided(model)
+        assert decision.decided == "refused"
+        assert "model.rotary_emb.inv_freq, model.rotary_emb.original_inv_freq (a new model of the" in decision.reason
+        assert decided(tiny_model("llama", rms_norm_eps=3e-6)).decided == "not needed"
+
+    def test_a_table_that_nothing_computes_is_not_said_to_be_set(self) -> None:
+        model: Any = tiny_model("llama").half()
+        model.drawn = nn.Linear(2, 2)
+        model.drawn.register_buffer("table", torch.randn(4).half(), persistent=False)
+        assert "left: drawn.table (neither a new model nor a new module" in decided(model).reason
 
     @pytest.mark.parametrize("buffers", [False, True])
     def test_offloaded(self, buffers: bool) -> None:

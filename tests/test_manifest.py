@@ -753,7 +753,7 @@ class TestBadFiles:
     def test_there_is_none(self, folder: Path, tmp_path: Path) -> None:
         refused(loaded(folder), folder / FILE, InputError, r"is a file; manifest= wants the directory")
         (folder / FILE).unlink()
-        refused(loaded(folder), folder, InputError, r"holds no hfpatch.json; applied.save\(dir\) writes it")
+        refused(loaded(folder), folder, InputError, r"holds no hfpatch.json, which applied.save\(dir\) writes beside")
         with pytest.raises(InputError, match=r"holds no hfpatch\.json, which applied\.save"):
             hfpatch.load(folder)
         with pytest.raises(InputError, match=r"nowhere/at/all: no such directory"):

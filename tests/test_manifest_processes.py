@@ -127,7 +127,7 @@ KILLED = 60
 
 
 def test_a_process_that_is_killed_leaves_one_manifest_or_the_other(tmp_path: Path) -> None:
-    """A child saves two manifests in turn, with tensors, and is killed at many moments; the next save leaves no rest."""
+    """A child saves two manifests with tensors in turn and is killed at many moments; the next one leaves no rest."""
     process(
         f"""
         import os, pathlib, random, signal, time

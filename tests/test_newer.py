@@ -17,22 +17,20 @@ from tests.conftest import ROOT
 from tests.newer import DRIFTS, FILES, Came
 
 STREAM, BRANCH = "fp16-residual-overflow", "fp16-branch-overflow"
-LOGITS, TOWER = "fp32-attention-logits", "tower-input-grads"
+LOGITS, TOWER, BUFFERS = "fp32-attention-logits", "tower-input-grads", "fp32-buffers"
 REFUSED = {
     "the stream gets the dtype of the branch": {STREAM, BRANCH},
     "a norm computes in the dtype of its weight": {STREAM, BRANCH},
     "the stream is a keyword of another name": {TOWER},
+    "the stream is a keyword of its own name": {TOWER},
     "the stream comes in a tuple": {STREAM, BRANCH, TOWER},
     "the attention interface gets no scaling": {LOGITS},
     "the attention interface returns a tensor alone": {LOGITS},
     "the attention interface gets the mask by another name": {LOGITS},
+    "a layer returns an output with names": {BRANCH, TOWER},
+    "the rotary table has another name": {BUFFERS},
 }
 """The patches that cannot hold after a drift, on some architecture."""
-FALLS = {
-    "the rotary table has another name": "fp32-buffers says not needed, and names the table as left",
-}
-"""What does not hold yet."""
-CASES = [pytest.param(name, marks=pytest.mark.xfail(reason=FALLS[name]) if name in FALLS else ()) for name in DRIFTS]
 
 
 def ran(drift: str, folder: Path) -> list[Came]:
@@ -45,7 +43,7 @@ def ran(drift: str, folder: Path) -> list[Came]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("drift", CASES)
+@pytest.mark.parametrize("drift", DRIFTS)
 def test_it_holds_or_is_refused(drift: str, tmp_path: Path) -> None:
     came = ran(drift, tmp_path)
     assert len({each.case.split()[0] for each in came}) >= min(3, len(FILES))

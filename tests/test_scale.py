@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
 
 import hfpatch
 from hfpatch.model.source import build_on_meta
+from hfpatch.patching.manifest.file import read
 from hfpatch.scanning.layout import total_bytes
 from tests.counting import longest_silence
 
@@ -91,12 +92,12 @@ def test_a_whole_life_on_meta(shape: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_work_grows_as_the_number_of_layers(shape: str) -> None:
+@pytest.mark.parametrize(("shape", "few"), [("llama", 100), ("deepseek_v3", 12)])
+def test_the_work_grows_as_the_number_of_layers(shape: str, few: int) -> None:
     """Four times the layers: at most five times the calls, of each step."""
     config = SHAPES[shape][0]
     grown: dict[str, list[int]] = {}
-    for layers in (12, 48):
+    for layers in (few, 4 * few):
         model = build_on_meta(config(layers))
         hfpatch.plan(model)  # caches
         for name, step in (
@@ -109,6 +110,39 @@ def test_the_work_grows_as_the_number_of_layers(shape: str) -> None:
             grown.setdefault(name, []).append(calls(step))
     assert {name: counts for name, counts in grown.items() if counts[1] > 5 * counts[0]} == {}
     assert all(counts[1] > counts[0] for counts in grown.values()), grown  # layers are looked at
+
+
+def narrow(layers: int) -> Any:
+    """Many layers, of nearly nothing."""
+    return LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=8,
+        num_hidden_layers=layers, dtype="float16",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_manifest_grows_as_the_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the layers: at most four times the calls; to read it, a few for each value; one state dict each."""
+    asked: list[str] = []
+    states = LlamaForCausalLM.state_dict
+
+    def counted(model: Any, *args: Any, **words: Any) -> Any:
+        asked.append("a state dict")
+        return states(model, *args, **words)
+
+    monkeypatch.setattr(LlamaForCausalLM, "state_dict", counted)
+    grown: dict[str, list[int]] = {}
+    for layers in (30, 120):
+        fix = hfpatch.apply(LlamaForCausalLM(narrow(layers)).half(), verbose=False)
+        fix.save(tmp_path)
+        asked.clear()
+        grown.setdefault("save", []).append(calls(lambda fix=fix: fix.save(tmp_path)))
+        grown.setdefault("replay", []).append(
+            calls(lambda fix=fix: hfpatch.apply(fix.model, manifest=tmp_path, verbose=False))
+        )
+        assert len(asked) == 2
+        assert calls(lambda: read(tmp_path)) < 1000 * layers
+    assert {name: counts for name, counts in grown.items() if counts[1] > 4.1 * counts[0]} == {}
 
 
 def shards(folder: Path, count: int, wide: int) -> None:

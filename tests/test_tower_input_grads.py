@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, WhisperConfig, WhisperModel
 from transformers.models.whisper import modeling_whisper
 
 import hfpatch
-from hfpatch.lab.cut_off import cut_off
+from hfpatch.lab.cut_off import cut_off, gives_by_position, returns_tensors
 from hfpatch.lab.like import outputs
 from hfpatch.lab.shrink import shrunk
 from hfpatch.model.survey import Survey
@@ -244,3 +244,42 @@ def test_a_wav2vec2_in_a_model_of_ones_own_cuts_nothing_off() -> None:
     assert hfpatch.plan(held, only=ID).decisions[0].decided == "not needed"
     tower.gradient_checkpointing_enable({"use_reentrant": True})
     assert outputs(tower, {"input_values": torch.linspace(-1, 1, 4000).sin().reshape(1, 4000)})[0].requires_grad
+
+
+class ByPosition(nn.Module):
+    """Calls its layers as transformers does."""
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        for at, layer in enumerate(self.layers[:2]):
+            stream = layer(stream, at=at)
+        return stream
+
+
+class ByKeyword(nn.Module):
+    """Calls them by keyword: a reentrant checkpoint passes on no gradient."""
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            stream = layer(hidden_states=stream)
+        return stream
+
+
+class Named(nn.Module):
+    """Returns an object: a reentrant checkpoint passes on no gradient either."""
+
+    def forward(self, stream: torch.Tensor) -> Any:
+        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=stream)
+
+
+def test_layers_that_return_an_object_are_tried() -> None:
+    assert returns_tensors(type(tiny_model("llama").model.layers[0]))
+    assert returns_tensors(ByPosition)
+    assert not returns_tensors(Named)
+
+
+def test_layers_that_are_called_by_keyword_are_tried() -> None:
+    """Their signature does not tell; nor does a list that the forward is not seen to go over."""
+    assert gives_by_position(ByPosition, "layers")
+    assert not gives_by_position(ByKeyword, "layers")
+    assert not gives_by_position(ByPosition, "blocks")
+    assert gives_by_position(transformers.LlamaModel, "layers")

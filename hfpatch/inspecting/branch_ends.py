@@ -13,7 +13,7 @@ from hfpatch.lora.linear import features, reads_weight
 from hfpatch.model.code import tree_of
 from hfpatch.model.reads import calls_as_they_end
 from hfpatch.model.roles import Place, Stack, own_class
-from hfpatch.model.walk import inside
+from hfpatch.model.walk import outers
 from hfpatch.model.wrapping import ON_LAYERS, unwrap
 
 
@@ -25,9 +25,10 @@ def branch_maps(stack: Stack) -> Iterator[tuple[Place, ...]]:
     """
     parts = list(feed_forwards(stack))
     theirs = [part.path for part in parts if not part.of_layer] + [p for part in parts for p in part.places]
-    raw = [path for path, _ in stack.raw_readers]
+    raw = {path for path, _ in stack.raw_readers}
+    holders = {outer for p in (*theirs, *raw) for outer in outers(p)}
     for path, branch in stack.branches:
-        if any(inside(p, path) or inside(path, p) for p in raw) or any(inside(p, path) for p in theirs):
+        if path in holders or not raw.isdisjoint(outers(path)):
             continue
         if any(isinstance(module, nn.ModuleList) for module in branch.modules()):  # layers of its own
             continue
@@ -64,7 +65,7 @@ def branch_ends(stack: Stack, modules: Mapping[str, nn.Module]) -> Iterator[Plac
         *before, (path, last) = maps
         (_, width) = features(last) or (0, 0)
         reads = any((features(module) or (0, 0))[0] == width for _, module in before)
-        in_place = any(adds_in_place(cls) for layer, cls in layers.items() if inside(path, layer))
+        in_place = any(adds_in_place(layers[outer]) for outer in outers(path) if outer in layers)
         if reads and not in_place and not _used_directly(path, modules):
             yield path, last
 

@@ -6,9 +6,10 @@ before a tower's layers is frozen, none does, and what trains in the layers gets
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from inspect import signature
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hfpatch.compat import checkpointing, hooks
 from hfpatch.lab.example import example_inputs
 from hfpatch.lab.like import FAILED, Like, apart, input_embeddings, outputs, requiring, short
+from hfpatch.model.code import is_self, tree_of
 from hfpatch.model.embed import find_embedding
 from hfpatch.model.put_back import as_before
 from hfpatch.model.survey import Survey
@@ -115,13 +117,42 @@ def _begins_at_embeddings(model: PreTrainedModel) -> bool:
     embedding = find_embedding(model)
     called = embedding is not None and not isinstance(embedding, nn.ModuleList)  # the codebooks of MusicGen
     lists = _lists(model)
-    return called and _reads_text(model) and len(lists) <= 1 and all(_by_position(each[0]) for each in lists.values())
+    by_position = all(_by_position(model, path, layers[0]) for path, layers in lists.items())
+    return called and _reads_text(model) and len(lists) <= 1 and by_position
 
 
-def _by_position(layer: nn.Module) -> bool:
-    """True if a layer's forward takes its input as the layers of transformers do; others are tried."""
+def _by_position(model: nn.Module, path: str, layer: nn.Module) -> bool:
+    """True if a list's layers take and return the stream as those of transformers do, by position; others are tried."""
     first = next(iter(signature(layer.forward).parameters.values()), None)
-    return first is not None and first.name == "hidden_states" and first.kind is first.POSITIONAL_OR_KEYWORD
+    takes = first is not None and first.name == "hidden_states" and first.kind is first.POSITIONAL_OR_KEYWORD
+    holder, _, name = path.rpartition(".")
+    return takes and returns_tensors(type(layer)) and gives_by_position(type(model.get_submodule(holder)), name)
+
+
+@cache
+def returns_tensors(layer: type[nn.Module]) -> bool:
+    """True if a forward is not seen to return an object of a class: no gradient passes that."""
+    tree = tree_of(layer.forward)
+    ends = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)] if tree is not None else []
+    made = (ast.unparse(end.func).rpartition(".")[2] for end in ends if isinstance(end, ast.Call))
+    return bool(ends) and not any(name[:1].isupper() for name in made)
+
+
+@cache
+def gives_by_position(holder: type[nn.Module], name: str) -> bool:
+    """True if a forward is seen to call the items of a list of modules, each time with an argument by position."""
+    tree = tree_of(holder.forward)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)] if tree is not None else []
+    calls = [
+        node
+        for loop in loops
+        if any(isinstance(n, ast.Attribute) and is_self(n.value) and n.attr == name for n in ast.walk(loop.iter))
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and any(isinstance(n, ast.Name) and n.id == node.func.id for n in ast.walk(loop.target))
+    ]
+    return bool(calls) and all(call.args for call in calls)
 
 
 def _reads_text(model: PreTrainedModel) -> bool:

@@ -196,7 +196,7 @@ def _writers(
 
     def note(module: nn.Module, out: Any) -> None:
         ran.append(module)
-        width[module] = (out[0] if isinstance(out, (tuple, list)) else out).shape[-1]
+        width[module] = (out if isinstance(out, torch.Tensor) else out[0]).shape[-1]
 
     with _hooked([first, *inside], note):
         _run(model, inputs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from hfpatch.model.walk import Submodel, Walk
 
 EAGER = "eager_attention_forward"
 """Name of the eager attention function in transformers' model files."""
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""Name there of the registry of implementations."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,16 @@ def eager_function(cls: type[nn.Module]) -> Callable[..., Any] | None:
     """Return the eager attention of a class whose forward uses `AttentionInterface`; None for other classes."""
     forward: Any = inspect.unwrap(cls.forward)
     code = getattr(forward, "__code__", None)
-    if code is None or "get_interface" not in code.co_names:
+    if code is None or not _looks_up(code):
         return None
     names = [n for n in code.co_names if n.endswith(EAGER)]
     return forward.__globals__.get(names[0]) if names else None
+
+
+def _looks_up(code: CodeType) -> bool:
+    """True if code calls a method of the registry, whatever its name; `getattr` of the registry finds nothing."""
+    steps = pairwise(dis.get_instructions(code))
+    return any(a.argval == REGISTRY and b.opname in ("LOAD_METHOD", "LOAD_ATTR") for a, b in steps)
 
 
 def softcap(config: Any) -> float | None:

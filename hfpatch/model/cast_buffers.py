@@ -21,7 +21,7 @@ from hfpatch.compat import loading
 from hfpatch.compat.modules import buffers, unsaved
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, holds, is_frequencies, main_dtype
 from hfpatch.model.survey import Survey
-from hfpatch.model.walk import inside, starred
+from hfpatch.model.walk import inside, is_stock, starred
 from hfpatch.model.wrapping import plain
 
 Place = tuple[str, str]
@@ -33,6 +33,8 @@ OTHER = "it is not what its class computes, rounded, so something else set it"
 AWAY = "its values are not in this process (offloaded, or not loaded)"
 SET = "the forward of its module sets it"
 OWN = "its module is not transformers' own, so no loader says which dtype its forward expects"
+UNKNOWN = "neither a new model nor a new module of its class tells what it should hold"
+UNFILLED = "a new model of the installed transformers does not tell what it should hold"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class CastBuffers:
     cast: tuple[Cast, ...] = ()
     rounded: tuple[Cast, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def unfilled(self) -> bool:
+        """True if nothing tells what the loader leaves in a buffer of transformers' own that holds less."""
+        return any(why == UNFILLED for _, why in self.left)
 
 
 def described(found: Iterable[Cast]) -> str:
@@ -122,12 +129,17 @@ def _cast_buffers(survey: Survey) -> CastBuffers:
             left[buffer.place] = SET
         elif buffer.state == "changed":
             if buffer.value.dtype in HALF:
-                left[buffer.place] = OTHER
+                left[buffer.place] = UNKNOWN if buffer.exact is None else OTHER
         elif wanted is not None and buffer.state != "as made":
             cast.append(_cast(buffer, wanted))
         elif wanted is None and buffer.state in ("rounded", "uninitialised"):
-            left[buffer.place] = OWN
+            left[buffer.place] = UNFILLED if _of_a_loader(survey, buffer) else OWN
     return CastBuffers(tuple(cast), tuple(rounded), tuple(left.items()))
+
+
+def _of_a_loader(survey: Survey, buffer: Buffer) -> bool:
+    """True if a buffer is in a module of transformers, inside a model that its loader builds."""
+    return is_stock(type(buffer.module)) and any(inside(buffer.path, s.path) for s in survey.outermost_built)
 
 
 def without_values(survey: Survey) -> bool:

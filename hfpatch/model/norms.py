@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat import dynamo
-from hfpatch.compat.modules import BATCH_NORMS
+from hfpatch.compat.modules import BATCH_NORMS, parameters
 from hfpatch.model.walk import dims
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
@@ -19,16 +19,22 @@ EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 def is_norm(module: nn.Module) -> bool:
     """True if a module normalises over features: a LayerNorm or RMSNorm, torch's, transformers' or hand-written.
 
-    Batch norms, group norms and containers with "norm" in their class name do not count.
+    It is one by the name of its class, or by what it holds: an eps and a weight. Batch norms, group norms and
+    containers with "norm" in their class name do not count.
     """
     name = type(module).__name__.lower()
-    if "norm" not in name and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    if "norm" not in name and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and not _holds_eps_and_weight(module):
         return False
-    if isinstance(module, BATCH_NORMS) or "batchnorm" in name or "groupnorm" in name:
+    if isinstance(module, (BATCH_NORMS, nn.GroupNorm)) or "batchnorm" in name or "groupnorm" in name:
         return False
     if next(module.children(), None) is not None:
         return False
     return all(dims(p) <= 1 for p in module.parameters(recurse=False))
+
+
+def _holds_eps_and_weight(module: nn.Module) -> bool:
+    weight = parameters(module).get("weight")
+    return weight is not None and dims(weight) == 1 and eps_name(module) is not None
 
 
 def acts_as_norm(module: nn.Module) -> bool:

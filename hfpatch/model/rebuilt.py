@@ -21,7 +21,7 @@ from hfpatch.compat import initial
 from hfpatch.compat.modules import buffers, unsaved
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
-from hfpatch.model.walk import elements, inside, starred, stock_class, without_copy
+from hfpatch.model.walk import elements, inside, outers, starred, stock_class, without_copy
 from hfpatch.model.wrapping import plain
 
 HALF = (torch.float16, torch.bfloat16)
@@ -215,13 +215,15 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def _initialised_buffers(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers of a module of a model on meta, with the values that transformers initialises them to."""
     module = modules[path]
-    owner = max((p for p, m in modules.items() if isinstance(m, PreTrainedModel) and inside(path, p)), key=len)
+    owner = next(outer for outer in outers(path) if isinstance(modules[outer], PreTrainedModel))
     model: Any = modules[owner]
     fresh = {n: b for n, b in _unsaved_buffers(module).items() if b.is_floating_point()}
     for name, buffer in fresh.items():
         value = buffer if not buffer.is_meta else torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
         buffers(module)[name] = value
-    for place in _path_and_parents(path, owner):  # some are initialised by a module around theirs
+    for place in outers(path):  # some are initialised by a module around theirs
+        if not inside(place, owner):
+            return
         try:
             initial.fill(model, modules[place])
         except (*REJECTIONS, NotImplementedError):
@@ -230,14 +232,6 @@ def _initialised_buffers(modules: Mapping[str, nn.Module], path: str) -> Iterato
         if not any(v.is_meta or bool(v.isnan().any()) for v in values.values()):
             yield from values.items()
             return
-
-
-def _path_and_parents(path: str, owner: str) -> Iterator[str]:
-    """Yield a path and the paths of the modules around it, up to the owner's."""
-    while path != owner:
-        yield path
-        path = path.rpartition(".")[0]
-    yield owner
 
 
 def _recomputed(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -272,6 +272,14 @@ def inside(path: str, outer: str) -> bool:
     return outer in ("", path) or path.startswith(f"{outer}.")
 
 
+def outers(path: str) -> Iterator[str]:
+    """Yield a path and the paths around it, innermost first; the last is the root's, which is empty."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
 def starred(path: str) -> str:
     """Return a path with list indices replaced by `*`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

@@ -27,9 +27,11 @@ becomes more exact than the loader leaves it.
 ## Known limits
 A buffer that holds other values than its class computes was set by something else (a dynamic rotary table that grew):
 it is left and named. So are persistent buffers, e.g. a router's e_score_correction_bias: their digits are only in the
-checkpoint; and tables of your own modules. Weights that the loader keeps in float32 (T5's wo, routers) are not
-restored: `hfpatch.inspect` names them. A later cast, evaluate() of a Trainer with bf16_full_eval too, rounds the
-buffers again: status says *gone*, and apply makes the edits again.
+checkpoint; and tables of your own modules. Where a new model of
+the installed transformers does not tell what one of its own tables holds, as on a release with other names, the patch
+is refused. Weights that the loader keeps in float32 (T5's wo, routers) are not restored: `hfpatch.inspect` names them.
+A later cast, evaluate() of a Trainer with bf16_full_eval too, rounds the buffers again: status says *gone*, and apply
+makes the edits again.
 
 ## Sources
 huggingface/transformers#29496, huggingface/transformers#29285 (rotary tables in half precision).
@@ -40,7 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfpatch.patching import edits, select
-from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Offered, Patch, Verdict
+from hfpatch.patching.language import Case, Effect, Needed, NotNeeded, Offered, Patch, Refused, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -69,6 +71,11 @@ def condition(context: Context) -> Verdict:
     if tried is not None and tried.differs and not (tried.casts and in_float16(context.survey)):
         what = described(found.rounded)
         return Offered(f"the loader rounds {what}; the model was trained with it{left}", suggested=False)
+    if found.unfilled:
+        return Refused(
+            f"rounded by a cast, or never written, and not restored: {_listed(found.left)}; "
+            "load with from_pretrained(dtype=) in a release of transformers that was tested"
+        )
     if without_values(context.survey) and not found.left:
         return NotNeeded(
             "its buffers are on meta, so nothing tells what they will hold: plan again when they are loaded"

@@ -193,6 +193,11 @@ def read(folder: Path) -> Manifest | None:
         ) from error
 
 
+def missing(place: object) -> str:
+    """Return the sentence about a directory, or a model of the hub, without a manifest."""
+    return f"{place} holds no {FILE}, which applied.save(dir) writes beside a checkpoint"
+
+
 def read_tensors(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Return the tensors of a manifest by key, on the CPU.
 

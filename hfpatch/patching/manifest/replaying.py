@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpatch.compat import implementation
+from hfpatch.compat.quantising.quantised import saved_names
 from hfpatch.errors import ConflictError, HfpatchError, InputError, RefusedError
 from hfpatch.given import shown
 from hfpatch.model.rebuilt import holds, is_rounding_of
@@ -33,7 +34,7 @@ from hfpatch.patching.kinds.set_attribute import SetAttribute, settable
 from hfpatch.patching.kinds.set_tensor import SetTensor
 from hfpatch.patching.kinds.states import show
 from hfpatch.patching.manifest.changes import decoded, identity
-from hfpatch.patching.manifest.file import FILE, MALFORMED, Manifest, SavedEdit, SavedPatch, read, read_tensors
+from hfpatch.patching.manifest.file import FILE, MALFORMED, Manifest, SavedEdit, SavedPatch, missing, read, read_tensors
 from hfpatch.patching.manifest.same_model import (
     other_attention,
     other_bodies,
@@ -82,11 +83,12 @@ def replay(model: object, folder: Path, trusted: Iterable[str]) -> tuple[Applied
     if manifest is None:
         if folder.is_file():
             raise InputError(f"apply: {folder} is a file; manifest= wants the directory with {FILE}")
-        raise InputError(f"apply: {folder} holds no {FILE}; applied.save(dir) writes it beside a checkpoint")
+        raise InputError(f"apply: {missing(folder)}")
     root = root_module(model)
     path, inner = unwrapped("", root)
     entries = {each.id: _entry(each, of_packages(trusted)) for each in manifest.patches}
-    _check_same(manifest, inner, folder)
+    in_checkpoint = frozenset(saved_names(inner))
+    _check_same(manifest, inner, in_checkpoint, folder)
     survey = Survey(root)
     tensors = read_tensors(folder, manifest)
     decisions: list[Decision] = []
@@ -102,7 +104,8 @@ def replay(model: object, folder: Path, trusted: Iterable[str]) -> tuple[Applied
         raise RefusedError(f"apply: {FILE} cannot be replayed: {why}; nothing was changed")
     plan = Decisions(type(root).__name__, tuple(decisions), named=frozenset(d.patch for d in decisions))
     applied = Applied(root, plan, carry_out(root, plan, there))
-    return applied, [*other_attention(manifest.attention, inner), *other_computed(manifest.computed, inner)]
+    computed = other_computed(manifest.computed, inner, in_checkpoint)
+    return applied, [*other_attention(manifest.attention, inner), *computed]
 
 
 def _entry(saved: SavedPatch, trusted: Collection[str]) -> Entry:
@@ -135,14 +138,14 @@ def _package(origin: str) -> str:
     return origin.rpartition(" ")[0] or origin
 
 
-def _check_same(manifest: Manifest, inner: nn.Module, folder: Path) -> None:
+def _check_same(manifest: Manifest, inner: nn.Module, in_checkpoint: Collection[str], folder: Path) -> None:
     """Raise an error if a model is another than the one that was saved, or runs other code.
 
     Raises:
         RefusedError: It is, with the first difference.
     """
     try:
-        if other := other_weights(manifest.weights, inner):
+        if other := other_weights(manifest.weights, inner, in_checkpoint):
             raise RefusedError(
                 f"apply: {folder / FILE} was saved for another model than this {type(inner).__name__}: {other}; load "
                 f"the checkpoint beside it (hfpatch.load does); {ANEW}"

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hfpatch.compat import accelerate, implementation
-from hfpatch.compat.quantising.quantised import saved_names
 from hfpatch.given import shown
 from hfpatch.model.code import bytecode_digest
 from hfpatch.model.roles import own_class
@@ -41,25 +40,31 @@ def releases() -> dict[str, str]:
     return found
 
 
-def weights_of(model: nn.Module, changed: Collection[str] = ()) -> list[list[Any]]:
+def weights_of(model: nn.Module, saved: Collection[str], changed: Collection[str] = ()) -> list[list[Any]]:
     """Return name, shape, dtype and samples of each tensor that a checkpoint holds; no samples of the changed ones.
+
+    Args:
+        model: The model.
+        saved: The keys of its state dict.
+        changed: Names of tensors.
 
     Raises:
         ValueError: A tensor is sharded, or of a tensor class of whose parts nothing is known.
     """
-    kept = set(saved_names(model))
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     seen = tensors_seen([*model.named_parameters(), *buffers])
     return [[name, shape, dtype, "" if name in changed else packed] for name, shape, dtype, packed in seen]
 
 
-def other_weights(kept: Collection[tuple[str, tuple[int, ...], str, str]], model: nn.Module) -> str:
+def other_weights(
+    kept: Collection[tuple[str, tuple[int, ...], str, str]], model: nn.Module, saved: Collection[str]
+) -> str:
     """Return the first difference between a model's tensors and those that `weights_of` described; empty if none.
 
     Raises:
         ValueError: As `weights_of`.
     """
-    now = {name: (tuple(shape), dtype, packed) for name, shape, dtype, packed in weights_of(model)}
+    now = {name: (tuple(shape), dtype, packed) for name, shape, dtype, packed in weights_of(model, saved)}
     before = {name: (shape, dtype, packed) for name, shape, dtype, packed in kept}
     for name in [*before, *now]:
         if name not in now:
@@ -101,16 +106,15 @@ def other_bodies(kept: Mapping[str, str], model: nn.Module) -> str:
     return ""
 
 
-def computed_of(model: nn.Module, edited: Collection[str]) -> dict[str, str]:
+def computed_of(model: nn.Module, saved: Collection[str], edited: Collection[str] = ()) -> dict[str, str]:
     """Return digests of the buffers that no checkpoint holds, by name; not of edited ones, nor of large ones."""
-    kept = {*saved_names(model), *edited}
-    rest = ((name, buffer) for name, buffer in model.named_buffers() if name not in kept)
+    rest = ((n, buffer) for n, buffer in model.named_buffers() if n not in saved and n not in edited)
     return {n: tensor_digest(b) for n, b in rest if not b.is_meta and type(b) is torch.Tensor and b.numel() <= MOST}
 
 
-def other_computed(kept: Mapping[str, str], model: nn.Module) -> Iterator[str]:
+def other_computed(kept: Mapping[str, str], model: nn.Module, saved: Collection[str]) -> Iterator[str]:
     """Yield a sentence about the first buffer that no checkpoint holds and that is other than when it was saved."""
-    now = computed_of(model, ())
+    now = computed_of(model, saved)
     for name, word in kept.items():
         if now.get(name, word) != word:
             yield f"{name}, which no checkpoint holds, is other than when it was saved: outputs may differ by that"

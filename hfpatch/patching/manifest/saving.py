@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.compat.quantising.quantised import saved_names
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.model.wrapping import unwrapped
@@ -79,7 +80,8 @@ def save(root: nn.Module, plan: Decisions, folder: Path) -> Path:
     try:
         named = (*inner.named_parameters(), *inner.named_buffers())
         changed = {name for name, tensor in named if id(tensor) in held.changed}
-        weights = weights_of(inner, changed)
+        in_checkpoint = frozenset(saved_names(inner))
+        weights = weights_of(inner, in_checkpoint, changed)
     except ValueError as error:
         raise InputError(f"{CALL}: {error}; save before the model is sharded") from error
     if not any(samples for *_, samples in weights) and len(weights) > len(held.changed):
@@ -91,7 +93,7 @@ def save(root: nn.Module, plan: Decisions, folder: Path) -> Path:
         tuple((name, tuple(shape), dtype, samples) for name, shape, dtype, samples in weights),
         bodies_of(inner),
         attention_of(inner),
-        computed_of(inner, changed),
+        computed_of(inner, in_checkpoint, changed),
         file.packed(held.tensors),
     )
     return file.write(folder, manifest, held.tensors)

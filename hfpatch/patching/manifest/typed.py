@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -76,8 +77,15 @@ def plain(value: Any) -> Any:
 
 
 def _dataclass(value: Any, wanted: type, at: str) -> Any:
-    hints = {each.name: get_type_hints(wanted)[each.name] for each in dataclasses.fields(wanted)}
+    hints = _fields(wanted)
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise TypeError(f"{at} is {shown(value)}: want {', '.join(hints)}")
     held: dict[str, Any] = value
     return wanted(**{name: typed(held[name], kind, f"{at}.{name}".lstrip(".")) for name, kind in hints.items()})
+
+
+@cache
+def _fields(cls: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, by name."""
+    hints = get_type_hints(cls)
+    return {each.name: hints[each.name] for each in dataclasses.fields(cls)}

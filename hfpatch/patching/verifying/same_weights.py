@@ -6,6 +6,7 @@ import base64
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,11 @@ def tensors_seen(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
             step, order = values.numel() // count, torch.arange(count, device=values.device)
             at = order * values.numel() // count + order * STRIDE % step
             taken[name] = flat[at].to(torch.float32)
-    flat = torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else []
+    flat = iter(torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else [])
     out: list[list[Any]] = []
     for name, values in rows:
         count = len(taken.get(name, ()))
-        packed = base64.b64encode(struct.pack(f"<{count}f", *flat[:count])).decode()
-        flat = flat[count:]
+        packed = base64.b64encode(struct.pack(f"<{count}f", *islice(flat, count))).decode()
         out.append([name, list(values.shape), dtype_name(values.dtype), packed])
     return out
 
