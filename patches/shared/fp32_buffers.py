@@ -27,11 +27,10 @@ becomes more exact than the loader leaves it.
 ## Known limits
 A buffer that holds other values than its class computes was set by something else (a dynamic rotary table that grew):
 it is left and named. So are persistent buffers, e.g. a router's e_score_correction_bias: their digits are only in the
-checkpoint; and tables of your own modules. Where a new model of
-the installed transformers does not tell what one of its own tables holds, as on a release with other names, the patch
-is refused. Weights that the loader keeps in float32 (T5's wo, routers) are not restored: `hfpatch.inspect` names them.
-A later cast, evaluate() of a Trainer with bf16_full_eval too, rounds the buffers again: status says *gone*, and apply
-makes the edits again.
+checkpoint; and tables of your own modules. Where a new model of the installed transformers does not tell what one of
+its own tables holds, as on a release with other names, the patch is refused. Weights that the loader keeps in float32
+(T5's wo, routers) are not restored: `hfpatch.inspect` names them. A later cast, evaluate() of a Trainer with
+bf16_full_eval too, rounds the buffers again: status says *gone*, and apply makes the edits again.
 
 ## Sources
 huggingface/transformers#29496, huggingface/transformers#29285 (rotary tables in half precision).
