@@ -21,9 +21,9 @@ from torch import nn
 import hfpatch
 from hfpatch.compat.operators import DispatchMode
 from hfpatch.lab.tiny import COMPOSITES, SpeechLLM, rescale, tiny_model
+from hfpatch.patching import undo
 from hfpatch.patching.apply import carry_out
 from hfpatch.patching.record import records_of
-from hfpatch.patching.undo import one_at_a_time
 from tests.fingerprint import fingerprint
 
 OURS = Path(hfpatch.__file__).parent
@@ -139,7 +139,7 @@ def released() -> None:
     """
     with contextlib.suppress(RuntimeError):  # it is not held
         while True:
-            one_at_a_time().release()
+            undo._lock.release()
 
 
 def state(model: Any) -> Any:

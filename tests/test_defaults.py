@@ -1,4 +1,4 @@
-"""What a script set for new tensors changes nothing of what is said: a default device, a default dtype.
+"""What a script set changes nothing of what is said: a default device or dtype, no_grad, inference mode, autocast.
 
 The device is `meta`, which needs no GPU: a tensor that hfpatch makes without saying where has no values there.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
 import hfpatch
 from hfpatch.lab.tiny import tiny_model
@@ -79,14 +79,33 @@ def narrow() -> Generator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def deterministic() -> Generator[None]:
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
 SET: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "default device": lambda: torch.device("meta"),
     "default dtype": narrow,
+    "deterministic algorithms": deterministic,
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
+RUNS_AS_THE_CALLER_DOES = {
+    "no_grad": {"Guard"}, "inference mode": {"Guard"}, "autocast": {"verify", "compare", "trace", "Guard"},
+}  # fmt: skip
+"""Verbs that run the model in the region that the caller is in, and say what comes of that."""
 
 
-@pytest.mark.parametrize("default", SET)
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("verb", "default"),
+    [(verb, each) for verb in VERBS for each in SET if verb not in RUNS_AS_THE_CALLER_DOES.get(each, ())],
+)
 def test_what_a_script_set_changes_nothing(verb: str, default: str) -> None:
     made, run = VERBS[verb]
     model = made()
@@ -94,3 +113,22 @@ def test_what_a_script_set_changes_nothing(verb: str, default: str) -> None:
     wanted = run(twin)
     with SET[default]():
         assert run(model) == wanted
+
+
+def test_a_trace_inside_autocast_of_another_dtype_reads_its_samples() -> None:
+    model = llama(torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()
+    with torch.autocast("cpu", torch.bfloat16), hfpatch.trace(model) as found:
+        model(**LABELLED)
+    assert found.first_bad is None
+
+
+def test_what_inference_mode_patched_trains() -> None:
+    base: Any = tiny_model("llama")
+    model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.inference_mode():
+        fix = hfpatch.apply(model, include="lora-target-expansion", verbose=False)
+    assert fix.edits
+    model(**LABELLED).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

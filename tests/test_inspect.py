@@ -553,8 +553,9 @@ def test_deepseek_v3_costs_a_few_bare_builds(tmp_path: Path) -> None:
         with torch.device("meta"):
             transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
 
-    bare()  # imports, and what is made once
-    assert calls(lambda: hfpatch.inspect(tmp_path)) < 5 * calls(bare)
+    for once in (bare, lambda: hfpatch.inspect(tmp_path)):  # imports, and what is read once of each class
+        once()
+    assert calls(lambda: hfpatch.inspect(tmp_path)) < 6 * calls(bare)
     tracemalloc.start()
     try:
         assert hfpatch.inspect(tmp_path).parameters == 671_026_404_352

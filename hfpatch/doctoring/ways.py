@@ -20,6 +20,7 @@ from hfpatch.compat.modules import buffers, unsaved
 from hfpatch.compat.quantising.quantised import changed_by_a_run
 from hfpatch.model.rebuilt import as_loaded
 from hfpatch.model.survey import Survey
+from hfpatch.numerics.autocast import autocast_as
 from hfpatch.patching.verifying.lending import can_be_cast
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -46,8 +47,8 @@ class Way:
     patched: bool = False
 
     def region(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return its autocast region."""
-        return torch.autocast(device.type, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
+        """Return its autocast region, or one without autocast, whatever region the caller is in."""
+        return autocast_as(device.type, self.autocast)
 
 
 FLOAT32 = Way("float32", FP32)

@@ -33,8 +33,10 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _holds_eps_and_weight(module: nn.Module) -> bool:
+    if module.__dict__.keys().isdisjoint(EPS_NAMES):
+        return False
     weight = parameters(module).get("weight")
-    return weight is not None and dims(weight) == 1 and eps_name(module) is not None
+    return weight is not None and dims(weight) == 1
 
 
 def acts_as_norm(module: nn.Module) -> bool:

@@ -120,7 +120,8 @@ class CPURows:
             many = max(1, TOGETHER // math.prod(shape))
             for start in range(0, len(listed), many):
                 places, samples = zip(*listed[start : start + many], strict=True)
-                together = torch.stack(samples).view(len(samples), -1)
+                with torch.autocast("cpu", enabled=False):  # which stacks no float16 where it computes in bfloat16
+                    together = torch.stack(samples).view(len(samples), -1)
                 sampled += places
                 figures.append(_sampled(together))
                 if whole:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from hfpatch.errors import InputError, RefusedError, StalePlanError
 from hfpatch.given import FLAG, PATH, optional, want
 from hfpatch.model.walk import root_module
@@ -24,7 +26,6 @@ from hfpatch.report import say
 if TYPE_CHECKING:
     from os import PathLike
 
-    import torch
     from torch import nn
 
 
@@ -158,7 +159,8 @@ def plan(
         "prove": prove,
         "batch": batch,
     }
-    made = decisions(model, **arguments)
+    with torch.inference_mode(mode=False):  # some probes follow gradients
+        made = decisions(model, **arguments)
     origin = Origin(weakref.ref(root_module(model)), arguments)
     return Plan(made.model, made.decisions, made.unknown, made.named, made.measured, origin)
 

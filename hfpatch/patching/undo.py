@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 
+import torch
 from torch import nn
 
 from hfpatch.errors import RevertError
@@ -32,9 +34,14 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)
 
 
-def one_at_a_time() -> threading.RLock:
-    """Return the lock that is held while a model is planned and patched, or reverted."""
-    return _lock
+@contextlib.contextmanager
+def one_at_a_time() -> Generator[None]:
+    """Hold the lock while a model is planned and patched, or reverted.
+
+    It is left by `torch.inference_mode`: autograd takes no tensor that was made in it.
+    """
+    with _lock, torch.inference_mode(mode=False):
+        yield
 
 
 def revert(model: object, *, only: Names = None, exclude: Names = None) -> None:

@@ -17,6 +17,7 @@ from hfpatch.compat.operators import DispatchMode
 from hfpatch.guarding.checking.rehearsal import loss_of, on_device, uncompiled, with_others
 from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
+from hfpatch.numerics.autocast import autocast_as
 
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Difference of two outputs, over their size, that rounding makes at most; 0.05 in dtypes of 16 bits and below."""
@@ -132,7 +133,7 @@ def forward_pass(
             model.train(training)
             with (
                 within or contextlib.nullcontext(),
-                torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+                autocast_as(device.type, autocast),
                 whole,
                 reads,
             ):

@@ -35,6 +35,7 @@ SHOWN = 5
 """Number of keys that a remark names."""
 
 
+@torch.inference_mode(mode=False)
 def check(
     model: nn.Module,
     args: Any = None,

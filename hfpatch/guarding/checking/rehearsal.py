@@ -18,6 +18,7 @@ from hfpatch.guarding.checking.raised import Raised, check_keys, raised
 from hfpatch.guarding.checks import clean_name
 from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
+from hfpatch.numerics.autocast import autocast_as
 
 DEEPEST = 32
 """Deepest nesting of a batch."""
@@ -123,7 +124,7 @@ def rehearse(
         return hook
 
     def passes() -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None] | None]:
-        with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        with torch.enable_grad(), autocast_as(device.type, autocast):
             loss = loss_of(model(**moved))
         if loss is None or not loss.requires_grad:
             return loss, None

@@ -21,6 +21,7 @@ from hfpatch.given import shown
 from hfpatch.model.evaluating.as_trained import as_trained
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
+from hfpatch.numerics.autocast import autocast_as
 from hfpatch.numerics.full_float32 import full_float32, not_in_full
 from hfpatch.patching.arguments import Names
 from hfpatch.patching.record import Record
@@ -196,8 +197,7 @@ class _Bench:
                 stack.enter_context(full_float32())
             if way.weights is not None:
                 stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))
-                autocast = torch.autocast(self.device.type, dtype=way.autocast, enabled=way.autocast is not None)
-                stack.enter_context(autocast)
+                stack.enter_context(autocast_as(self.device.type, way.autocast))
             stack.enter_context(buffers_as(self.model, self.values(way)))
             if self.by_hand and way.weights is not None:
                 stack.enter_context(parts_cast_their_input(self.model))
