@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.cells import Outcome
-from tests.wrapped import exported, generated, kernelized, liger, on_meta, processes
+from tests.wrapped import exported, generated, kernelized, liger, on_meta, processes, tensor_parallel
 
 Row = Callable[[str, str], Outcome]
 
@@ -19,6 +19,7 @@ WITH_PACKAGES: dict[str, Row] = {
 ROWS: dict[str, Row] = {
     "meta, then `load_state_dict(assign=True)`": on_meta.assigned,
     "meta, then `to_empty`": on_meta.emptied,
+    "tensor parallel": tensor_parallel.row,
     "torch.export": exported.row,
     "fork": processes.forked,
     "spawn": processes.spawned,
