@@ -10,6 +10,7 @@ import socket
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import huggingface_hub
 import pytest
@@ -20,7 +21,7 @@ from huggingface_hub import errors as hub
 from transformers import AutoConfig, PreTrainedConfig
 
 from hfpatch.errors import InputError, ModelNotFoundError
-from hfpatch.model.limits import check_sizes
+from hfpatch.model.limits import check_sizes, numbers
 from hfpatch.model.source import build_on_meta, declared_dtype, load_config, model_class
 from tests.counting import calls
 
@@ -433,3 +434,8 @@ def test_environment_is_left_as_it_was(tmp_path: Path) -> None:
     build_on_meta(load_config(saved(tmp_path, LLAMA)))
     assert dict(os.environ) == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_an_object_that_is_no_config_is_not_looked_into() -> None:
+    """A mock has an attribute of every name, and gains one by the question."""
+    assert [*numbers({"hidden_size": MagicMock(), "layers": [3]})] == [("layers", "layers", 3)]

@@ -70,7 +70,7 @@ def _leaves(value: Any, path: str = "", key: str = "", depth: int = 0) -> Iterat
     elif isinstance(value, (list, tuple, set)):
         for item in value:
             yield from _leaves(item, path, key, depth + 1)
-    elif isinstance(value, Mapping) or hasattr(value, "model_type"):
+    elif isinstance(value, Mapping) or hasattr(type(value), "model_type"):
         for name, item in list((value if isinstance(value, Mapping) else vars(value)).items()):
             if item is not None:
                 yield from _leaves(item, f"{path}.{name}" if path else str(name), str(name), depth + 1)
