@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    r"""Return a text that is safe to print: what controls a terminal, hides or turns other text, or cannot be encoded,
-    is written as Python writes it, such as `\x1b`.
+    r"""Return a text that is safe to print: what controls a terminal, hides or turns other text, or is half of a
+    character, is written as Python writes it, such as `\x1b`.
 
     Args:
         text: The text, which may quote names from files.

@@ -238,3 +238,13 @@ def test_a_stock_class_that_rejects_a_cut_config_has_nothing_added() -> None:
 def test_attention_classes_that_follow_the_implementation_are_not_added() -> None:
     with torch.device("meta"):
         assert added(SamModel(SamConfig())) == set()
+
+
+def test_a_loss_that_smooths_labels_is_no_norm() -> None:
+    class Smoothed(nn.Module):
+        def __init__(self, epsilon: float) -> None:
+            super().__init__()
+            self.epsilon, self.weight = epsilon, nn.Parameter(torch.ones(8))
+
+    assert not is_norm(Smoothed(0.1))
+    assert is_norm(Smoothed(1e-6))

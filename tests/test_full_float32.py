@@ -31,16 +31,35 @@ SET = {
 }
 SCRIPT = """
     import torch
-    from hfpatch.numerics.full_float32 import _PLACES, full_float32, shortened
+    from hfpatch.numerics.full_float32 import full_float32
+
+    backends = torch.backends
+    PLACES = {
+        "all": backends, "cudnn": backends.cudnn, "mkldnn": backends.mkldnn, "cuda matmul": backends.cuda.matmul,
+        "cudnn conv": backends.cudnn.conv, "cudnn rnn": backends.cudnn.rnn, "matmul": backends.mkldnn.matmul,
+        "conv": backends.mkldnn.conv, "rnn": backends.mkldnn.rnn,
+    }
 
     def state():
-        found = {at: place.fp32_precision for at, place in _PLACES.items()}
-        asked = {"matmul": torch.get_float32_matmul_precision, "cudnn": lambda: torch.backends.cudnn.allow_tf32}
+        found = {at: place.fp32_precision for at, place in PLACES.items()}
+        asked = {"old": torch.get_float32_matmul_precision, "old cudnn": lambda: backends.cudnn.allow_tf32}
         for name, ask in asked.items():
             try:
                 found[name] = ask()
             except RuntimeError:
                 found[name] = "mixed"
+        return found
+
+    def later():  # what a script may set afterwards, and what it is then
+        found = []
+        for place in (backends, backends.cudnn, backends.mkldnn):
+            child = os.fork()
+            if not child:
+                place.fp32_precision = "ieee"
+                os.write(pipe[1], json.dumps(state()).encode() + b"\\n")
+                os._exit(0)
+            os.waitpid(child, 0)
+            found.append(os.read(pipe[0], 4096))
         return found
 
     import json, os, sys
@@ -60,26 +79,64 @@ SCRIPT = """
     a, b = torch.randn(128, 256), torch.randn(256, 128)
     true = a.double() @ b.double()
     off = lambda: float(((a @ b).double() - true).norm() / true.norm())
-    before = state()
+    pipe = os.pipe()
+    before, after = state(), later()
     for _ in range(2):
         with full_float32():
             assert off() < 1e-6, off()
-            assert set(map(lambda p: p.fp32_precision, _PLACES.values())) <= {"ieee", "none"}, state()
-            if before["cudnn"] != "mixed" and before["matmul"] != "mixed":
-                with torch.backends.cudnn.flags(enabled=False):  # CTC losses do so, and torch asks the older settings
-                    pass
+            assert all(PLACES[at].fp32_precision in ("ieee", "none") for at in ("matmul", "conv", "rnn")), state()
+            with full_float32():
+                pass
         assert state() == before, (before, state())
-    try:
+        assert later() == after, (after, later())
+    for _ in range(2):
+        try:
+            with full_float32():
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            assert state() == before
+    lines = [0]
+    for at in range(1, 60):  # an interruption at each line of the restoring
+        def watch(frame, event, _):
+            if frame.f_code.co_name in ("_restore", "_set_old"):
+                if event == "line":
+                    lines[0] += 1
+                    if lines[0] == at:
+                        raise KeyboardInterrupt
+            return watch
+        lines[0] = 0
+        context = full_float32()
+        context.__enter__()
+        sys.settrace(watch)
+        try:
+            context.__exit__(None, None, None)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert state() == before, (at, before, state())
+        if lines[0] < at:
+            break
+    import threading
+    inside, done, seen = threading.Event(), threading.Event(), []
+
+    def second():
+        inside.wait()
         with full_float32():
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        assert state() == before
-    for name in ("mkldnn", "cudnn"):  # what had no setting of its own follows that of its library, as before
-        for one in ("conv", "rnn"):
-            place = getattr(getattr(torch.backends, name), one)
-            if place.fp32_precision == "none":
-                getattr(torch.backends, name).fp32_precision = "ieee"
-                assert place.fp32_precision == "ieee", (name, one)
+            done.wait(0.2)
+            seen.append(off())
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with full_float32():
+        inside.set()
+        done.wait(0.05)
+    done.set()
+    thread.join()
+    assert seen[0] < 1e-6 and state() == before
+    if "mixed" not in before.values():
+        with full_float32(), backends.cudnn.flags(enabled=False):  # CTC losses do so, and torch asks the older settings
+            torch.get_float32_matmul_precision()
 """
 
 
@@ -127,7 +184,10 @@ def test_a_reference_is_full_and_a_row_is_what_runs() -> None:
 def test_the_doctors_float32_is_what_runs_and_its_reference_is_full() -> None:
     model: Any = tiny_model("llama", hidden_size=64, intermediate_size=128)
     with medium():
-        run = next(r for r in hfpatch.doctor(model, batch=BATCH).runs if r.way.name == "float32")
+        found = hfpatch.doctor(model, batch=BATCH)
+    run = next(r for r in found.runs if r.way.name == "float32")
+    said = " ".join(str(found).split())
+    assert "torch is set to shorten float32 to bf16 in products of matrices: the runs do" in said
     assert (run.kl > 1e-9) == shortens_here()
 
 

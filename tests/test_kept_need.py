@@ -17,7 +17,7 @@ import hfpatch
 from hfpatch.lab.branch_overflow import branch_overflow
 from hfpatch.lab.tiny import tiny_model
 from hfpatch.patching.verifying.kept_need import FILE
-from hfpatch.patching.verifying.same_weights import difference, weights_seen
+from hfpatch.patching.verifying.same_weights import difference, tensors_seen, weights_seen
 from hfpatch.patching.verifying.sealed import checksum
 from tests.fingerprint import fingerprint
 from tests.sampling import first_quick
@@ -188,6 +188,12 @@ def test_samples_are_of_many_columns(width: int) -> None:
     with torch.no_grad():
         layer.weight[:, 1:] += 1
     assert difference(kept, layer) == "weight has other values"
+
+
+def test_values_of_less_than_a_byte_are_told_by_their_bytes() -> None:
+    raw = torch.arange(64, dtype=torch.uint8)
+    one, same, other = (tensors_seen([("w", t.view(torch.float4_e2m1fn_x2))]) for t in (raw, raw.clone(), raw + 1))
+    assert one == same != other
 
 
 def edited(raw: bytes, at: str, value: Any) -> bytes:

@@ -222,3 +222,7 @@ print(most - held, done - imported)
 def test_a_model_that_would_not_be_tiny_is_not_built(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         tiny_model("mamba", **overrides)
+
+
+def test_the_base_of_a_rotary_table_is_no_size() -> None:
+    assert tiny_model("llama", rope_theta=10_000_000).config.rope_parameters["rope_theta"] == 10_000_000

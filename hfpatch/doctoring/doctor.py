@@ -73,9 +73,8 @@ def doctor(model: object, args: Any = None, *, batch: Mapping[str, Any]) -> Diag
         hazards = check(root, args, batch=batch)
     with as_before(root), uncompiled(survey):
         runs, half = _ways(root, ready, batch, tick)
-    return Diagnosis(
-        info, hazards, half.rooms, half.fix.plan, half.proof, tuple(runs), half.lifted, str(device_of(root))
-    )
+    device, short = str(device_of(root)), shortened(root)
+    return Diagnosis(info, hazards, half.rooms, half.fix.plan, half.proof, tuple(runs), half.lifted, device, short)
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,15 @@ def _run(model: nn.Module, way: Way, ready: Batch, exact: Answer | None) -> tupl
 
     try:
         mine = call()
+        if exact is None and shortened(inner):
+            with full_float32(inner):
+                exact = call()
         seconds = clocked(device, call, TURNS)
         peak, _ = held_memory(device, call)
     except REJECTIONS as error:
         if way == FLOAT32:
             raise InputError(f"doctor: the model does not run in float32 on this batch: {_line(error)}") from error
         return Run(way, None, math.nan, 0.0, math.nan, 0, _line(error)), exact
-    if exact is None and shortened(inner):
-        with full_float32():
-            exact = call()
     exact = mine if exact is None else exact
     figures = score(way.name, mine, exact, ready.real)
     kl = figures.kl if figures.finite else math.nan

@@ -41,6 +41,7 @@ class Diagnosis(Shown):
         runs: Every way to run the model here, beside the float32 checkpoint.
         lifted: Whether the patches were lifted again.
         device: Device of the model.
+        shortened: What torch is set to shorten float32 to in the runs; empty if to nothing.
     """
 
     info: ModelInfo
@@ -51,6 +52,7 @@ class Diagnosis(Shown):
     runs: tuple[Run, ...]
     lifted: str
     device: str
+    shortened: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.hazards) or self.best is None or any(d.worst for d in self.plan.decisions)
@@ -122,6 +124,8 @@ class Diagnosis(Shown):
         )
         notes = [f"{r.way.name}: does not run here ({r.why})" for r in self.runs if r.why]
         notes.append("KL in nats a token, from the float32 checkpoint. The least error first, then memory, then time.")
+        if self.shortened:
+            notes.append(f"torch is set to shorten float32 to {self.shortened}: the runs do, that checkpoint did not.")
         notes.append("To train: not measured, but for the hazards of one step in the model's own dtype.")
         return Sheet(f"{title}\n{self.advice}", ("way", "loss", "KL", "top-1", "MiB", "seconds"), rows, tuple(notes))
 

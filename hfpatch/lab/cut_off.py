@@ -131,7 +131,7 @@ def _by_position(model: nn.Module, path: str, layer: nn.Module) -> bool:
 
 @cache
 def returns_tensors(layer: type[nn.Module]) -> bool:
-    """True if a forward is not seen to return an object of a class: no gradient passes that."""
+    """True if a forward is seen to return no object of a class, through which checkpointing passes no gradient."""
     tree = tree_of(layer.forward)
     ends = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)] if tree is not None else []
     made = (ast.unparse(end.func).rpartition(".")[2] for end in ends if isinstance(end, ast.Call))

@@ -76,9 +76,9 @@ class CastBuffers:
     left: tuple[tuple[str, str], ...] = ()
 
     @property
-    def unfilled(self) -> bool:
-        """True if nothing tells what the loader leaves in a buffer of transformers' own that holds less."""
-        return any(why == UNFILLED for _, why in self.left)
+    def unfilled(self) -> tuple[tuple[str, str], ...]:
+        """Those of `left` of which nothing tells what the loader would leave in them."""
+        return tuple((place, why) for place, why in self.left if why == UNFILLED)
 
 
 def described(found: Iterable[Cast]) -> str:

@@ -28,14 +28,15 @@ _SIZES = re.compile(r"(_size|_dim|_layers|_heads|_experts|^d_model|^n_embd|^n_he
 
 
 def check_sizes(values: Mapping[str, Any], name: str) -> None:
-    """Reject a config if a size in it, or in a sub-config, is beyond the limits, or an eps is not finite.
+    """Reject a config if a size in it, or in a sub-config, is beyond the limits, or an eps is negative or not finite.
 
     Raises:
-        InputError: A size is too large or too small, or an eps is NaN or infinite; the message has its key and value.
+        InputError: A size is too large or too small, or an eps is negative, NaN or infinite; the message has its key
+            and value.
     """
     for path, key, value in numbers(values):
-        if _EPS.search(key) and not -math.inf < value < math.inf:
-            raise InputError(f"{name}: {path} is {value}, with which no norm gives a number; correct the config")
+        if _EPS.search(key) and not 0 <= value < math.inf:
+            raise InputError(f"{name}: {path} is {value}, with which no norm gives a useful output; correct the config")
         if value < _AT_LEAST.get(key, -math.inf):
             raise InputError(f"{name}: {path} is {value:,}; want at least {_AT_LEAST[key]}, correct the config")
         most = next((limit for keys, limit in LIMITS if keys.search(key)), math.inf)

@@ -12,6 +12,8 @@ from hfpatch.compat import dynamo
 from hfpatch.compat.modules import BATCH_NORMS, parameters
 from hfpatch.model.walk import dims
 
+LARGE = 1e-2
+"""An eps of this or more is not that of a norm: losses that smooth labels have one of 0.1."""
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 """Attribute names of eps, the most common first."""
 
@@ -35,8 +37,8 @@ def is_norm(module: nn.Module) -> bool:
 def _holds_eps_and_weight(module: nn.Module) -> bool:
     if module.__dict__.keys().isdisjoint(EPS_NAMES):
         return False
-    weight = parameters(module).get("weight")
-    return weight is not None and dims(weight) == 1
+    weight, eps = parameters(module).get("weight"), eps_of(module)
+    return weight is not None and dims(weight) == 1 and eps is not None and 0 < eps < LARGE
 
 
 def acts_as_norm(module: nn.Module) -> bool:

@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_new_lock)
 def one_at_a_time() -> Generator[None]:
     """Hold the lock while a model is planned and patched, or reverted.
 
-    It is left by `torch.inference_mode`: autograd takes no tensor that was made in it.
+    Inference mode is off inside: autograd takes no tensor that was made in it.
     """
     with _lock, torch.inference_mode(mode=False):
         yield

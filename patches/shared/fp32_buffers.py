@@ -72,7 +72,7 @@ def condition(context: Context) -> Verdict:
         return Offered(f"the loader rounds {what}; the model was trained with it{left}", suggested=False)
     if found.unfilled:
         return Refused(
-            f"rounded by a cast, or never written, and not restored: {_listed(found.left)}; "
+            f"rounded by a cast, or never written, and not restored: {_listed(found.unfilled)}; "
             "load with from_pretrained(dtype=) in a release of transformers that was tested"
         )
     if without_values(context.survey) and not found.left:

@@ -76,8 +76,13 @@ def _torchao(weight: Any) -> torch.Tensor:
     try:
         return weight.dequantize()
     except NotImplementedError:
-        rows = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device).split(ROWS)
-        return torch.cat([nn.functional.linear(part, weight) for part in rows]).T
+        found: list[torch.Tensor] = []
+        for start in range(0, weight.shape[1], ROWS):
+            count = min(ROWS, weight.shape[1] - start)
+            part = torch.zeros(count, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            part.diagonal(start).fill_(1)
+            found.append(nn.functional.linear(part, weight))
+        return torch.cat(found).T
 
 
 def _bitsandbytes(module: Any, weight: Any) -> Coded | None:

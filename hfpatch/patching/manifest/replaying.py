@@ -151,9 +151,7 @@ def _check_same(manifest: Manifest, inner: nn.Module, in_checkpoint: Collection[
                 f"the checkpoint beside it (hfpatch.load does); {ANEW}"
             )
     except ValueError as error:
-        raise RefusedError(
-            f"apply: {FILE} cannot be compared with this model: {error}; replay it before the model is sharded; {ANEW}"
-        ) from error
+        raise RefusedError(f"apply: {FILE} cannot be compared with this model: {error}; {ANEW}") from error
     if other := other_bodies(manifest.bodies, inner):
         now = releases()
         moved = [f"{k} {v}, now {now.get(k)}" for k, v in manifest.releases.items() if now.get(k) != v]

@@ -83,7 +83,7 @@ def save(root: nn.Module, plan: Decisions, folder: Path) -> Path:
         in_checkpoint = frozenset(saved_names(inner))
         weights = weights_of(inner, in_checkpoint, changed)
     except ValueError as error:
-        raise InputError(f"{CALL}: {error}; save before the model is sharded") from error
+        raise InputError(f"{CALL}: {error}") from error
     if not any(samples for *_, samples in weights) and len(weights) > len(held.changed):
         raise InputError(f"{CALL}: the weights are on meta, so they cannot be told from others; load them first")
     manifest = Manifest(

@@ -194,7 +194,7 @@ class _Bench:
             stack.enter_context(as_it_was(self.model))
             if way is EXACT:  # a reference in which adapters count, whatever evaluation makes of them
                 stack.enter_context(as_trained(self.model))
-                stack.enter_context(full_float32())
+                stack.enter_context(full_float32(self.model))
             if way.weights is not None:
                 stack.enter_context(weights_as(self.model, way.weights, whole=self.whole))
                 stack.enter_context(autocast_as(self.device.type, way.autocast))
@@ -339,7 +339,7 @@ def _on_figures(reference: Figures, rows: Sequence[Figures], exact: Answer, read
     if reference.auxiliary is not None:
         notes.append(f"the experts' auxiliary loss is {number(reference.auxiliary)} in float32, before its coefficient")
     if any(r.loss is not None and not math.isfinite(r.loss) and r.finite for r in rows) and reference.loss is not None:
-        notes.append("a non-finite loss over finite logits is of the model's loss function, or all labels are -100")
+        notes.append("a non-finite loss over finite logits comes from the model's own loss, or all labels are -100")
     if any(r.seconds is not None for r in rows):
         notes.append("time and memory are measured only for rows that run the model as it is; the others cast weights")
     return notes

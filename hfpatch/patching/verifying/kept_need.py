@@ -56,7 +56,7 @@ def keep_need(model: nn.Module, peaks: Peaks, batch: Mapping[str, Any]) -> Path:
     try:
         weights = weights_seen(inner)
     except ValueError as error:
-        raise InputError(f"--save: {error}; measure the model before it is sharded") from error
+        raise InputError(f"--save: {error}") from error
     ids = batch.get("input_ids")
     values = {_below(path, at): value for at, value in peaks.values.items()}
     content = {

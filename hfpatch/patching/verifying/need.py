@@ -48,7 +48,7 @@ def measure(model: nn.Module, batch: Mapping[str, Any], asks: str = "plan(batch=
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(full_float32())
+            stack.enter_context(full_float32(model))
             stack.enter_context(suspended(model, scaled))
             stack.enter_context(as_it_was(model))
             stack.enter_context(weights_as(model, torch.float32, whole=by_hand))

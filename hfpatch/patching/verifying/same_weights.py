@@ -54,7 +54,7 @@ def tensors_seen(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
             flat, count = values.reshape(-1), min(each, values.numel())
             step, order = values.numel() // count, torch.arange(count, device=values.device)
             at = order * values.numel() // count + order * STRIDE % step
-            taken[name] = flat[at].to(torch.float32)
+            taken[name] = _picked(flat, at)
     flat = iter(torch.cat([t.to("cpu") for t in taken.values()]).tolist() if taken else [])
     out: list[list[Any]] = []
     for name, values in rows:
@@ -62,6 +62,13 @@ def tensors_seen(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
         packed = base64.b64encode(struct.pack(f"<{count}f", *islice(flat, count))).decode()
         out.append([name, list(values.shape), dtype_name(values.dtype), packed])
     return out
+
+
+def _picked(flat: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    try:
+        return flat[at].to(torch.float32)
+    except NotImplementedError:  # torch cannot index dtypes of less than a byte: the bytes that hold them
+        return flat.view(torch.uint8)[at].to(torch.float32)
 
 
 def _with_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -73,7 +80,9 @@ def _with_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
     yield name, tensor
     if type(tensor) is torch.Tensor:
         return
-    if is_sharded(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if is_sharded(tensor):
+        raise ValueError(f"{name} is sharded over ranks (a DTensor): do this before the model is sharded")
+    if not hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(f"{name} is a {type(tensor).__name__}, whose values cannot be looked at")
     parts: Any = tensor
     for part in parts.__tensor_flatten__()[0]:

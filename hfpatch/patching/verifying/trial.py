@@ -72,7 +72,7 @@ class Trial:
     @cached_property
     def reference(self) -> torch.Tensor:
         """Logits of the same weights in float32, as `logits` returns them; adapters count as they do in training."""
-        with as_trained(self.master), full_float32():
+        with as_trained(self.master), full_float32(self.master):
             return self._run(self.master, None)
 
     @cached_property
@@ -128,7 +128,7 @@ class Trial:
 
     @cached_property
     def _sizes(self) -> list[torch.Tensor]:
-        with full_float32():
+        with full_float32(self.master):
             _, *found = answers(self.master, self.case, self.inputs(self.master))
         return [part.norm().clamp_min(torch.finfo(torch.float32).tiny) for part in found]
 
