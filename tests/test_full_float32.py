@@ -31,7 +31,7 @@ SET = {
 }
 SCRIPT = """
     import torch
-    from hfpatch.numerics.full_float32 import full_float32
+    from hfpatch.model.evaluating.full_float32 import full_float32
 
     backends = torch.backends
     PLACES = {

@@ -17,12 +17,12 @@ from hfpatch.errors import InputError
 from hfpatch.foretold import inspect
 from hfpatch.given import MAPPING, want
 from hfpatch.guarding.checking.hazards import check
+from hfpatch.model.evaluating.full_float32 import full_float32, shortened
 from hfpatch.model.put_back import as_before, device_of
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.walk import root_module
 from hfpatch.model.wrapping import PARALLEL, unwrap
-from hfpatch.numerics.full_float32 import full_float32, shortened
 from hfpatch.patching.applied import Applied
 from hfpatch.patching.apply import apply
 from hfpatch.patching.status import status

@@ -21,9 +21,9 @@ from hfpatch.lab.shrink import shrunk, shrunk_like
 from hfpatch.lab.tiny import tiny_of_class
 from hfpatch.lab.towers import plain, reads
 from hfpatch.model.embed import find_embedding
+from hfpatch.model.evaluating.full_float32 import full_float32
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.walk import stock_class
-from hfpatch.numerics.full_float32 import full_float32
 
 FAILED = (*REJECTIONS, NotImplementedError, StopIteration)
 """What building or running a tiny model of any class may raise."""

@@ -13,8 +13,8 @@ from torch import nn
 from hfpatch.compat.modules import BUFFERS, CHILDREN, PARAMETERS, buffers, children, parameters
 from hfpatch.dtypes import dtype_name
 from hfpatch.model.evaluating.divided import plain_weight
+from hfpatch.model.evaluating.full_float32 import full_float32
 from hfpatch.model.source import REJECTIONS
-from hfpatch.numerics.full_float32 import full_float32
 
 VALUES = 2**16
 """Weights that are merged in each layer, in rows evenly spaced over it."""

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hfpatch.numerics.full_float32 import full_float32
+from hfpatch.model.evaluating.full_float32 import full_float32
 
 
 def fp32_logits_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -17,9 +17,9 @@ from torch import nn
 from hfpatch.compat import hooks
 from hfpatch.compat.sharding import narrows_stream
 from hfpatch.dtypes import dtype_name
+from hfpatch.model.evaluating.full_float32 import full_float32
 from hfpatch.model.norms import is_norm, is_torch_norm
 from hfpatch.model.roles import Place, Stack, own_class
-from hfpatch.numerics.full_float32 import full_float32
 from hfpatch.patching.kinds.cast_input import CastInput
 from hfpatch.patching.kinds.compute_in_float32 import ComputeInFloat32
 from hfpatch.patching.kinds.dtype_rule import DtypeRule

@@ -19,10 +19,10 @@ from hfpatch.compat.quantising.quantised import coded
 from hfpatch.errors import InputError
 from hfpatch.given import shown
 from hfpatch.model.evaluating.as_trained import as_trained
+from hfpatch.model.evaluating.full_float32 import full_float32, not_in_full
 from hfpatch.model.rebuilt import HALF, Buffer, as_loaded, floating_buffers, main_dtype
 from hfpatch.model.survey import Survey
 from hfpatch.numerics.autocast import autocast_as
-from hfpatch.numerics.full_float32 import full_float32, not_in_full
 from hfpatch.patching.arguments import Names
 from hfpatch.patching.record import Record
 from hfpatch.patching.verifying.answer import Answer, Batch, answer, compared, prepared, score

@@ -11,10 +11,10 @@ from torch import nn
 
 from hfpatch.errors import InputError
 from hfpatch.inspecting.peaks import Peaks, peaks_of
+from hfpatch.model.evaluating.full_float32 import full_float32
 from hfpatch.model.source import REJECTIONS
 from hfpatch.model.survey import Survey
 from hfpatch.model.wrapping import PARALLEL, unwrap
-from hfpatch.numerics.full_float32 import full_float32
 from hfpatch.patching.kinds.in_float32.scale_map import ScaleMap
 from hfpatch.patching.kinds.scale_branch import ScaleBranch
 from hfpatch.patching.record import logged

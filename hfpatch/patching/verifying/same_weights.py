@@ -15,7 +15,7 @@ from torch import nn
 
 from hfpatch.dtypes import dtype_name
 from hfpatch.given import shown
-from hfpatch.tracing.tensors import is_sharded
+from hfpatch.patching.verifying.answer import SHARDED
 
 SAMPLES = 16_384
 """Values that are looked at in all parameters together; of each at least one, and at most `OF_EACH`."""
@@ -80,8 +80,8 @@ def _with_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
     yield name, tensor
     if type(tensor) is torch.Tensor:
         return
-    if is_sharded(tensor):
-        raise ValueError(f"{name} is sharded over ranks (a DTensor): do this before the model is sharded")
+    if type(tensor).__name__ in SHARDED:
+        raise ValueError(f"{name} is sharded (a {type(tensor).__name__}): do this before the model is sharded")
     if not hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(f"{name} is a {type(tensor).__name__}, whose values cannot be looked at")
     parts: Any = tensor

@@ -28,8 +28,8 @@ from hfpatch.lab.sizes import SIZES, VOCABULARY
 from hfpatch.lab.tiny import COMPOSITES, rescale, tiny_config, tiny_model, tiny_of_class
 from hfpatch.lab.towers import tower_inputs, tower_model
 from hfpatch.model.evaluating.as_trained import as_trained
+from hfpatch.model.evaluating.full_float32 import full_float32
 from hfpatch.model.walk import Walk
-from hfpatch.numerics.full_float32 import full_float32
 from hfpatch.patching.verifying.case import Case
 
 LAYERS: int = SIZES["num_hidden_layers"]
