@@ -139,7 +139,7 @@ def released() -> None:
     """
     with contextlib.suppress(RuntimeError):  # it is not held
         while True:
-            undo._lock.release()
+            undo._lock.now.release()
 
 
 def state(model: Any) -> Any:

@@ -17,22 +17,13 @@ from hfpatch.printable import printable
 from hfpatch.report import Sheet, say
 from tests.conftest import Ran
 from tests.hostile import doors
-from tests.test_trace_cli import save, tiny
+from tests.test_hostile import healthy as healthy  # noqa: PLC0414 - a fixture
+from tests.test_hostile import model as model  # noqa: PLC0414 - a fixture
 
 EVIL = "\x1b]0;owned\x07\u202egpj"
 SAFE = r"\x1b]0;owned\x07\u202egpj"
 Here = Callable[..., Ran]
 Plant = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny(), tmp_path_factory.mktemp("healthy") / "model")
-
-
-@pytest.fixture
-def model(healthy: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(healthy, tmp_path / "model"))
 
 
 def test_printable() -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from hfpatch.errors import InputError, RefusedError, StalePlanError
 from hfpatch.given import FLAG, PATH, optional, want
 from hfpatch.model.walk import root_module
@@ -26,6 +24,7 @@ from hfpatch.report import say
 if TYPE_CHECKING:
     from os import PathLike
 
+    import torch
     from torch import nn
 
 
@@ -159,8 +158,7 @@ def plan(
         "prove": prove,
         "batch": batch,
     }
-    with torch.inference_mode(mode=False):  # some probes follow gradients
-        made = decisions(model, **arguments)
+    made = decisions(model, **arguments)
     origin = Origin(weakref.ref(root_module(model)), arguments)
     return Plan(made.model, made.decisions, made.unknown, made.named, made.measured, origin)
 

@@ -75,8 +75,13 @@ def decisions(
             found.append(Decision(entry.id, None, "not needed", "left out by exclude= (--exclude)", code="excluded"))
             continue
         chosen = {**entry.patch.options, **chosen_options.get(entry.id, {})}
-        # conditions and repros run models, whose dtypes and devices must not depend on the caller's contexts
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.device("cpu"):
+        # conditions and repros run models, whose dtypes, devices and gradients must not depend on the caller's contexts
+        with (
+            torch.inference_mode(mode=False),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            torch.device("cpu"),
+        ):
             check = partial(proof_verdict, own=prove == "own" or entry.id in asked)
             made = foreign.guarded(entry, partial(decide, entry, survey, dtype, chosen, check, peaks))
             found.extend(replace(d, options=chosen_options.get(entry.id, {})) for d in made)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Collection, Generator
 
 import torch
@@ -19,19 +17,12 @@ from hfpatch.patching.kinds.states import UNFINISHED, show
 from hfpatch.patching.preconditions.compiled import compiled_already
 from hfpatch.patching.record import Record, advance, forget, logged, record_at, state_of
 from hfpatch.patching.writing import undo
+from hfpatch.process_lock import ProcessLock
 from hfpatch.report import say
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 """One apply or revert at a time: two at once on one model would write the same edits twice. Not kept on the model,
 which may be copied and saved."""
-
-
-def _new_lock() -> None:
-    global _lock  # noqa: PLW0603 - the thread that held it is not in a forked process
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_new_lock)
 
 
 @contextlib.contextmanager
@@ -40,7 +31,7 @@ def one_at_a_time() -> Generator[None]:
 
     Inference mode is off inside: autograd takes no tensor that was made in it.
     """
-    with _lock, torch.inference_mode(mode=False):
+    with _lock.now, torch.inference_mode(mode=False):
         yield
 
 

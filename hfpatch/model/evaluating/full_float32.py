@@ -8,8 +8,6 @@ float32 must not be shortened. Known in torch 2.11 to 2.13.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat.modules import CONVOLUTIONS
+from hfpatch.process_lock import ProcessLock
 
 FULL = ("ieee", "none")
 """Precisions that shorten nothing."""
@@ -35,15 +34,7 @@ _PLACES: tuple[Any, ...] = (
     *(place for kinds in _ON.values() for place in kinds.values()),
 )
 """All places. An outer one comes first; an operation without a setting shows that of its library, or of all."""
-_lock = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _lock  # noqa: PLW0603 - the thread that held it is not in a forked process
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_new_lock)
+_lock = ProcessLock()
 
 
 def shortened(model: nn.Module) -> str:
@@ -68,7 +59,7 @@ def full_float32(model: nn.Module | None = None) -> Generator[None]:
     Args:
         model: What is computed; None for anything on the CPU.
     """
-    with _lock:
+    with _lock.now:
         device, short = _short(model)
         if not short:
             yield

@@ -60,16 +60,15 @@ def _tried(
     cls: type[PreTrainedModel], architecture: str, dtype: torch.dtype, kinds: frozenset[tuple[str, str]]
 ) -> Tried:
     try:
-        with torch.device("cpu"):
-            model = tiny_of_class(cls, tiny_config(architecture))
-            nn.Module.to(model, dtype)  # in place
-            given = {k: _cast(v, dtype) for k, v in example_inputs(model).items()}
-            stock = _outputs(model, given)
-            for module in model.modules():
-                for name, value in buffers(module).items():
-                    if value is not None and (type(module).__name__, name) in kinds:
-                        buffers(module)[name] = value.float() * TAIL
-            wide, casts = _wider(model, given)
+        model = tiny_of_class(cls, tiny_config(architecture))
+        nn.Module.to(model, dtype)  # in place
+        given = {k: _cast(v, dtype) for k, v in example_inputs(model).items()}
+        stock = _outputs(model, given)
+        for module in model.modules():
+            for name, value in buffers(module).items():
+                if value is not None and (type(module).__name__, name) in kinds:
+                    buffers(module)[name] = value.float() * TAIL
+        wide, casts = _wider(model, given)
     except (*REJECTIONS, NotImplementedError) as error:
         return Tried(differs=False, error=f"{type(error).__name__}: {error}".splitlines()[0])
     return Tried(len(wide) != len(stock) or not all(map(torch.equal, wide, stock)), casts)
